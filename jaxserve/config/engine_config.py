@@ -1,0 +1,184 @@
+"""EngineConfig: every setting of an engine, checked together before anything is loaded.
+
+One frozen dataclass holds what the flags of `jaxserve.config.flags` set, so the server, the offline
+`LLM` class, batch jobs and tests start an engine the same way. Names follow vLLM where one exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+DTYPES = ("float32", "bfloat16")
+POLICIES = ("fcfs",)
+RESERVATIONS = ("guaranteed",)
+PREEMPTIONS = ("pause",)
+MAX_PAGE_SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits the scheduler works under; all counts.
+
+    Attributes:
+      max_num_seqs: slots.
+      max_num_batched_tokens: token budget of one iteration, prefill and decode together.
+      prefill_chunk: most prompt tokens of one request in one iteration.
+      page_size: tokens in a page.
+      num_pages: pages in the pool, the null page 0 included.
+      max_model_len: most tokens (prompt + output) of one request.
+      max_queue_requests, max_queue_tokens: bounds of the waiting queue (tokens: prompt + max output).
+      priority_preemption: a higher-priority arrival without a free slot may preempt a lower one.
+      arrivals_claim_slots: an arrival may take a free slot ahead of the waiting queue.
+      max_prefill_seqs: most requests with a prompt chunk in one iteration.
+      policy, reservation, preemption: named objects of `jaxserve.scheduler.policies`.
+    """
+
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 512
+    prefill_chunk: int = 512
+    page_size: int = 16
+    num_pages: int = 513
+    max_model_len: int = 1024
+    max_queue_requests: int = 256
+    max_queue_tokens: int = 1 << 20
+    max_prefill_seqs: int = 8
+    priority_preemption: bool = False
+    arrivals_claim_slots: bool = False
+    policy: str = "fcfs"
+    reservation: str = "guaranteed"
+    preemption: str = "pause"
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("prefill_chunk", self.prefill_chunk, 1)
+        _at_least("max_model_len", self.max_model_len, 2)
+        _at_least("max_queue_requests", self.max_queue_requests, 0)
+        _at_least("max_queue_tokens", self.max_queue_tokens, 0)
+        _at_least("max_prefill_seqs", self.max_prefill_seqs, 1)
+        check_page_size(self.page_size)
+        if self.num_pages < 2:
+            raise ValueError(
+                f"num_pages is {self.num_pages}; it must be at least 2: page 0 is the null page and holds no tokens"
+            )
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs is {self.max_num_seqs} and max_num_batched_tokens is {self.max_num_batched_tokens};"
+                " every slot needs one token per iteration, so max_num_seqs must be at most max_num_batched_tokens"
+            )
+        _one_of("policy", self.policy, POLICIES)
+        _one_of("reservation", self.reservation, RESERVATIONS)
+        _one_of("preemption", self.preemption, PREEMPTIONS)
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Pages of a sequence of `max_model_len` tokens."""
+        return -(-self.max_model_len // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one engine; None means "choose from the model and the machine".
+
+    Attributes:
+      model: `smollm2-135m`, a Hugging Face directory, a .gguf file, an Orbax directory or a hub id.
+      tokenizer: directory or tokenizer.json when it is not beside the weights.
+      served_model_name: name on the API; the model's last path component when None.
+      dtype: of weights, activations and KV pages.
+      max_model_len: most tokens of a request; the model's own limit when None.
+      memory_fraction: share of the device's free memory that weights, workspace and KV may use.
+      num_pages: KV pages; sized from memory when None.
+      decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
+      scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.
+      compile_cache: folder of the persistent compilation cache; "" turns it off; None: under the cache folder.
+    """
+
+    model: str = "smollm2-135m"
+    tokenizer: str | None = None
+    served_model_name: str | None = None
+    dtype: str = "bfloat16"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 512
+    prefill_chunk: int | None = None
+    enable_chunked_prefill: bool = True
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_fraction: float = 0.8
+    tensor_parallel_size: int = 1
+    max_queue_requests: int = 256
+    max_queue_tokens: int = 1 << 20
+    priority_preemption: bool = False
+    policy: str = "fcfs"
+    reservation: str = "guaranteed"
+    preemption: str = "pause"
+    attention_implementation: str = "auto"
+    decode_buckets: tuple[int, ...] | None = None
+    prefill_buckets: tuple[int, ...] | None = None
+    table_width_buckets: tuple[int, ...] | None = None
+    scan_layers: bool | None = None
+    compile_cache: str | None = None
+    trace_file: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        check_page_size(self.page_size)
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be in (0, 1]")
+        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.num_pages is not None:
+            _at_least("num_pages", self.num_pages, 2)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        self.scheduler_config(max_model_len=self.max_model_len or 2, num_pages=self.num_pages or 2)
+
+    def scheduler_config(self, *, max_model_len: int, num_pages: int) -> SchedulerConfig:
+        """The scheduler's share, once context length and pool size are known.
+
+        Raises:
+          ValueError: chunked prefill is off and the token budget cannot hold a whole prompt.
+        """
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_model_len is {max_model_len};"
+                " without chunked prefill the token budget must hold a whole prompt"
+            )
+        chunk = self.prefill_chunk or self.max_num_batched_tokens
+        if not self.enable_chunked_prefill:
+            chunk = self.max_num_batched_tokens
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            prefill_chunk=min(chunk, self.max_num_batched_tokens),
+            page_size=self.page_size,
+            num_pages=num_pages,
+            max_model_len=max_model_len,
+            max_queue_requests=self.max_queue_requests,
+            max_queue_tokens=self.max_queue_tokens,
+            priority_preemption=self.priority_preemption,
+            policy=self.policy,
+            reservation=self.reservation,
+            preemption=self.preemption,
+        )
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with `changes`, checked anew."""
+        return replace(self, **changes)
+
+
+def check_page_size(page_size: int) -> None:
+    """Raises ValueError unless `page_size` is a power of two in [1, 256]."""
+    if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
+        raise ValueError(f"page_size is {page_size}; it must be a power of two from 1 to {MAX_PAGE_SIZE}")
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{name} is {value}; it must be an integer of at least {low}")
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")

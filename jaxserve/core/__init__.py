@@ -1,0 +1,38 @@
+"""Plain values shared by every layer: requests, sampling settings, errors. Standard library only."""
+
+from jaxserve.core.errors import (
+    CheckpointError,
+    EngineDeadError,
+    JaxserveError,
+    MissingBucketError,
+    NotReadyError,
+    RejectedError,
+    Rejection,
+    RequestFailedError,
+    UnsupportedModelError,
+)
+from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxserve.core.request import FinishReason, Priority, Request
+from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams, choice_seed
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "CheckpointError",
+    "CompletionOutput",
+    "EngineDeadError",
+    "FinishReason",
+    "JaxserveError",
+    "Logprob",
+    "MissingBucketError",
+    "NotReadyError",
+    "Priority",
+    "RejectedError",
+    "Rejection",
+    "Request",
+    "RequestFailedError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "choice_seed",
+]

@@ -1,0 +1,72 @@
+"""The error tree.
+
+ValueError                     a caller's mistake (bad parameter, too long, never fits): HTTP 400
+JaxserveError                  a state of the service
+ ├─ RejectedError              refused at submit; `.rejection` says why: HTTP 429 / 503, or 400 for never-fits
+ ├─ RequestFailedError         this request failed, others go on: HTTP 500
+ ├─ EngineDeadError            the engine loop ended with an exception: HTTP 503
+ ├─ NotReadyError              loading, warming up or draining: HTTP 503 + Retry-After
+ ├─ MissingBucketError         a plan needs a program that was not compiled: an internal fault
+ ├─ CheckpointError            a model file is damaged, short or does not fit its config
+ └─ UnsupportedModelError      architecture, rope scaling or quantisation that is not known
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Why a request was refused.
+
+    Attributes:
+      reason: one of `queue_full_requests`, `queue_full_tokens`, `never_fits`, `duplicate_id`,
+        `draining`, `deadline`.
+      message: for the client; names the limit and the value seen.
+      retry_after_s: seconds after which a retry may succeed; None where a retry never can.
+    """
+
+    reason: str
+    message: str
+    retry_after_s: float | None = None
+
+
+class JaxserveError(Exception):
+    """Base of the service's own errors."""
+
+
+class RejectedError(JaxserveError):
+    """The request was refused at submit."""
+
+    def __init__(self, rejection: Rejection) -> None:
+        super().__init__(rejection.message)
+        self.rejection = rejection
+
+
+class RequestFailedError(JaxserveError):
+    """This request failed; the engine and the other requests go on."""
+
+
+class EngineDeadError(JaxserveError):
+    """The engine loop ended with an exception; only a restart helps."""
+
+
+class NotReadyError(JaxserveError):
+    """The engine is loading, warming up or draining."""
+
+    def __init__(self, message: str, retry_after_s: float = 5.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class MissingBucketError(JaxserveError):
+    """No compiled program covers a plan; compiling now would stall every request."""
+
+
+class CheckpointError(JaxserveError):
+    """A model file is damaged, short, or does not fit its configuration."""
+
+
+class UnsupportedModelError(JaxserveError):
+    """The model needs something this version lacks; the message names what is supported."""

@@ -1,0 +1,66 @@
+"""Request: what a client sent, immutable; and how requests end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from jaxserve.core.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. `stop` and `length` are completions; the others are not."""
+
+    STOP = "stop"  # EOS, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or the context's end
+    ABORT = "abort"  # the client went away or asked
+    EXPIRED = "expired"  # its deadline passed
+    ERROR = "error"  # it failed; others went on
+
+
+class Priority:
+    """Integer priority, lower first, with the three named classes."""
+
+    HIGH = -10
+    NORMAL = 0
+    LOW = 10
+    NAMES = {"high": HIGH, "normal": NORMAL, "low": LOW}
+    MIN, MAX = -(2**31), 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and one completion (a client's n > 1 is n of these).
+
+    Attributes:
+      request_id: unique among live requests.
+      prompt_token_ids: int[L], L >= 1.
+      params: sampling settings; `params.n` is ignored here.
+      eos_token_ids: ids that end the output unless `params.ignore_eos`.
+      max_tokens: output tokens granted: `params.max_tokens` clipped to the context; >= 0.
+      seed: 64 bits, drawn by the engine when the client gave none.
+      priority: lower first.
+      deadline_at: instant of the engine's clock after which the request expires.
+      tenant: for fairness and cache isolation.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    eos_token_ids: tuple[int, ...] = ()
+    max_tokens: int = 16
+    seed: int = 0
+    priority: int = Priority.NORMAL
+    deadline_at: float | None = None
+    tenant: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt length L."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Every id that ends this request's output."""
+        eos = () if self.params.ignore_eos else self.eos_token_ids
+        return frozenset(eos) | frozenset(self.params.stop_token_ids)

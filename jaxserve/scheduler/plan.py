@@ -1,0 +1,123 @@
+"""StepPlan: what one iteration does, as frozen data that turns into JSON and back.
+
+A plan says everything the device side needs and nothing it has to look up: which rows decode, which
+prompt chunks run, which pages a slot gained. It holds no tokens beyond the chunks' own, no clock and
+no arrays, so a trace of plans is a complete record of an engine's decisions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One token for a slot whose prompt is computed.
+
+    Attributes:
+      slot: row of the device's per-slot state; its last sampled token is the input.
+      position: write index of that input token; the context is `position + 1` tokens.
+    """
+
+    request_id: str
+    slot: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Prompt tokens [start, start + len(token_ids)) of one request.
+
+    Attributes:
+      start: write index of the first token.
+      token_ids: the chunk's tokens (after recompute they may include earlier outputs).
+      emits: the chunk reaches the prompt's end, so its last position samples a token.
+    """
+
+    request_id: str
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    emits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PageUpdate:
+    """Pages written into a slot's page table from index `first` on; order is token order."""
+
+    slot: int
+    first: int
+    page_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A request took a slot in this iteration: the device resets the slot's sampling state.
+
+    `num_output_tokens` is above 0 for one that was preempted; `last_token_id` is then the token its
+    next decode row feeds, or -1 when a prompt chunk comes first.
+    """
+
+    request_id: str
+    slot: int
+    num_output_tokens: int
+    last_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One iteration, in execution order: placements, page updates, decode rows and prefill chunks.
+
+    Decode rows are ordered by slot; prefill chunks by slot promotion order. An empty plan (no decode
+    row and no chunk) is not dispatched. `iteration` counts dispatched plans from 0.
+    """
+
+    iteration: int
+    decode: tuple[DecodeRow, ...] = ()
+    prefill: tuple[PrefillChunk, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    pages: tuple[PageUpdate, ...] = ()
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to run."""
+        return not self.decode and not self.prefill
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this iteration, against the token budget."""
+        return len(self.decode) + sum(len(chunk.token_ids) for chunk in self.prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the device answered to one plan.
+
+    Attributes:
+      decode_tokens: sampled id per decode row, in plan order.
+      prefill_tokens: sampled id per chunk, in plan order; meaningless where the chunk does not emit.
+      Logprob data travels beside this (see `jaxserve.runtime.runner.StepOutput`): the scheduler needs none.
+    """
+
+    decode_tokens: tuple[int, ...]
+    prefill_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One sampled token of a live request, or its end.
+
+    Attributes:
+      token_id: the token; None for an end without a token (abort, expiry, max_tokens 0).
+      row: index into the plan's decode rows (`source == "decode"`) or chunks (`"prefill"`), to find logprobs.
+      finish_reason: a `FinishReason` value, or None while it goes on.
+      stop_token_id: the EOS or stop id that ended it.
+    """
+
+    request_id: str
+    token_id: int | None
+    source: str = ""
+    row: int = -1
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
