@@ -1,0 +1,197 @@
+"""TableBuilder: a StepPlan becomes two padded blobs.
+
+The builder mirrors on the host what the scheduler decided per slot: a page table row and the
+request's sampling columns. Placements and page updates change the mirror, so an iteration's work is
+what changed plus one gather of the live rows; nothing is rebuilt from sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.core import Request
+from jaxserve.scheduler.plan import PrefillChunk, StepPlan
+from jaxserve.tables.buckets import Bucket, BucketTable
+from jaxserve.tables.layout import (
+    FLAG_EDITS,
+    FLAG_HOLD_STOPS,
+    FLAG_LIVE,
+    FLAG_LOGPROBS,
+    FLAG_PROMPT_LOGPROBS,
+    TableLayout,
+)
+
+_INT_COLUMNS = ("top_k", "seed_high", "seed_low")
+_FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """One iteration's inputs.
+
+    Attributes:
+      bucket: the compiled shape they are padded to.
+      ints: int32[layout.int_size], see `TableLayout`.
+      floats: float32[layout.float_size].
+    """
+
+    bucket: Bucket
+    ints: NDArray[np.int32]
+    floats: NDArray[np.float32]
+
+
+class TableBuilder:
+    """Per-slot mirrors and the packing of plans.
+
+    Args:
+      config: slots, page size and lengths.
+      buckets: compiled shapes.
+    """
+
+    def __init__(self, config: SchedulerConfig, buckets: BucketTable) -> None:
+        self._page_size = config.page_size
+        self._scratch_slot = config.max_num_seqs
+        self._buckets = buckets
+        self._layouts: dict[Bucket, TableLayout] = {}
+        slots = config.max_num_seqs
+        self._pages = np.zeros((slots, config.pages_per_seq), np.int32)
+        self._ints = {name: np.zeros(slots, np.int32) for name in _INT_COLUMNS}
+        self._floats = {name: np.zeros(slots, np.float32) for name in _FLOAT_COLUMNS}
+        self._flags = np.zeros(slots, np.int32)
+        # First write index at which stop ids are allowed again: prompt length + min_tokens.
+        self._stops_held_below = np.zeros(slots, np.int32)
+        self._requests: list[Request | None] = [None] * slots
+
+    def layout(self, bucket: Bucket) -> TableLayout:
+        """The bucket's field places."""
+        layout = self._layouts.get(bucket)
+        if layout is None:
+            layout = self._layouts[bucket] = TableLayout(bucket)
+        return layout
+
+    def empty(self, bucket: Bucket) -> StepTables:
+        """Tables in which every row is padding: writes only to the null page and the scratch slot."""
+        layout = self.layout(bucket)
+        ints = np.zeros(layout.int_size, np.int32)
+        floats = np.zeros(layout.float_size, np.float32)
+        fields = layout.unpack(ints, floats)
+        fields["decode_position"].fill(-1)
+        fields["decode_slot"].fill(self._scratch_slot)
+        fields["slot"].fill(self._scratch_slot)
+        fields["prefill_target"].fill(-1)
+        fields["top_p"].fill(1.0)
+        fields["repetition_penalty"].fill(1.0)
+        return StepTables(bucket, ints, floats)
+
+    def build(self, plan: StepPlan, request_of: Callable[[str], Request]) -> StepTables:
+        """Packs `plan`; applies its placements and page updates to the mirrors first.
+
+        Args:
+          plan: not empty.
+          request_of: the live request of an id.
+
+        Raises:
+          MissingBucketError: no compiled shape holds the plan.
+        """
+        self._apply(plan, request_of)
+        tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        longest = max(
+            [row.position + 1 for row in plan.decode] + [c.start + len(c.token_ids) for c in plan.prefill]
+        )
+        bucket = self._buckets.choose(
+            decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size)
+        )
+        tables = self.empty(bucket)
+        fields = self.layout(bucket).unpack(tables.ints, tables.floats)
+        if plan.decode:
+            self._fill_decode(plan, fields, bucket)
+        if plan.prefill:
+            self._fill_prefill(plan.prefill, fields, bucket)
+        return tables
+
+    def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
+        for placement in plan.placements:
+            self._place(placement.slot, request_of(placement.request_id))
+        for update in plan.pages:
+            end = update.first + len(update.page_ids)
+            self._pages[update.slot, update.first : end] = update.page_ids
+
+    def _place(self, slot: int, request: Request) -> None:
+        params = request.params
+        self._requests[slot] = request
+        self._ints["top_k"][slot] = params.top_k if 0 < params.top_k < 2**31 else 0
+        seed = request.seed & (2**64 - 1)
+        self._ints["seed_high"][slot] = np.uint32(seed >> 32).astype(np.int32)
+        self._ints["seed_low"][slot] = np.uint32(seed & 0xFFFFFFFF).astype(np.int32)
+        self._floats["temperature"][slot] = 0.0 if params.greedy else params.temperature
+        for name in _FLOAT_COLUMNS[1:]:
+            self._floats[name][slot] = getattr(params, name)
+        self._flags[slot] = (
+            FLAG_LIVE
+            | (FLAG_LOGPROBS if params.logprobs is not None else 0)
+            | (FLAG_EDITS if params.edits_logits else 0)
+            | (FLAG_PROMPT_LOGPROBS if params.prompt_logprobs is not None else 0)
+        )
+        self._stops_held_below[slot] = request.num_prompt_tokens + params.min_tokens
+
+    def _fill_decode(self, plan: StepPlan, fields: dict[str, NDArray[np.int32]], bucket: Bucket) -> None:
+        count = len(plan.decode)
+        slots = np.fromiter((row.slot for row in plan.decode), np.int32, count)
+        positions = np.fromiter((row.position for row in plan.decode), np.int32, count)
+        width = min(bucket.table_width, self._pages.shape[1])
+        fields["decode_position"][:count] = positions
+        fields["decode_slot"][:count] = slots
+        fields["decode_pages"][:count, :width] = self._pages[slots, :width]
+        self._fill_samples(fields, slice(0, count), slots, positions + 1)
+
+    def _fill_prefill(
+        self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket
+    ) -> None:
+        count = len(chunks)
+        slots = np.fromiter((chunk.slot for chunk in chunks), np.int32, count)
+        lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, count)
+        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
+        ends = np.cumsum(lengths)
+        total = int(ends[-1])
+        fields["prefill_tokens"][:total] = np.concatenate([np.asarray(c.token_ids, np.int32) for c in chunks])
+        fields["prefill_row"][:total] = np.repeat(np.arange(count, dtype=np.int32), lengths)
+        fields["prefill_position"][:total] = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+        fields["prefill_starts"][1 : count + 1] = ends
+        fields["prefill_starts"][count + 1 :] = total
+        fields["prefill_context"][:count] = starts + lengths
+        width = min(bucket.table_width, self._pages.shape[1])
+        fields["prefill_pages"][:count, :width] = self._pages[slots, :width]
+        rows = slice(bucket.decode_rows, bucket.decode_rows + count)
+        self._fill_samples(fields, rows, slots, starts + lengths)
+        for index, chunk in enumerate(chunks):
+            row = bucket.decode_rows + index
+            if not chunk.emits:
+                fields["flags"][row] &= FLAG_PROMPT_LOGPROBS
+                fields["slot"][row] = self._scratch_slot
+            if fields["flags"][row] & FLAG_PROMPT_LOGPROBS:
+                self._fill_targets(chunk, fields["prefill_target"][ends[index] - lengths[index] : ends[index]])
+
+    def _fill_targets(self, chunk: PrefillChunk, targets: NDArray[np.int32]) -> None:
+        request = self._requests[chunk.slot]
+        assert request is not None, f"slot {chunk.slot} has no request"
+        following = request.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+        targets[: len(following)] = following
+
+    def _fill_samples(
+        self,
+        fields: dict[str, NDArray[np.int32]],
+        rows: slice,
+        slots: NDArray[np.int32],
+        positions: NDArray[np.int32],
+    ) -> None:
+        fields["slot"][rows] = slots
+        fields["sample_position"][rows] = positions
+        for name, column in (*self._ints.items(), *self._floats.items()):
+            fields[name][rows] = column[slots]
+        held = positions < self._stops_held_below[slots]
+        fields["flags"][rows] = self._flags[slots] | np.where(held, FLAG_HOLD_STOPS, 0)

@@ -1,0 +1,123 @@
+"""TableLayout: where each field of the slot tables lies in the two blobs a step receives.
+
+A step gets one int32 blob and one float32 blob, so that an iteration costs two small transfers
+however many fields it has. The layout of a bucket is computed once and used from both sides: the
+builder writes numpy views, the compiled step reads static slices.
+
+int32 fields (B, T, R, W of the bucket; N = B + R sample rows, decode rows first):
+
+  decode_position [B]     write index of the row's input token; -1: padding
+  decode_slot [B]         row of the per-slot state; the scratch slot for padding
+  decode_pages [B, W]     page table; page 0 (null) for padding
+  prefill_tokens [T]      token ids; 0 for padding
+  prefill_position [T]    write indices; 0 for padding
+  prefill_row [T]         row of the prefill table a token belongs to; 0 for padding
+  prefill_target [T]      the token that follows in the prompt; -1 at its end and for padding
+  prefill_starts [R + 1]  row r owns tokens [starts[r], starts[r+1])
+  prefill_context [R]     tokens in the cache after this step; 0: padding
+  prefill_pages [R, W]    page table
+  slot [N]                state row that the sampled token is written to; scratch when it is not
+  top_k [N]               0: off
+  seed_high, seed_low [N] the two words of the request's sampling key
+  sample_position [N]     write index the sampled token will have: folded into the key
+  flags [N]               bits below
+
+float32 fields: temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty [N].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from jaxserve.tables.buckets import Bucket
+
+FLAG_LIVE = 1
+"""The row samples a token that is kept."""
+FLAG_LOGPROBS = 2
+"""Log-probabilities of the row are wanted."""
+FLAG_EDITS = 4
+"""Bias and penalties of the row's slot state apply."""
+FLAG_HOLD_STOPS = 8
+"""The slot's stop ids are held off (min_tokens is not reached)."""
+FLAG_PROMPT_LOGPROBS = 16
+"""Log-probabilities of the chunk's prompt tokens are wanted (prefill rows)."""
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Offsets of every field for one bucket."""
+
+    bucket: Bucket
+
+    @cached_property
+    def int_fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Field name -> (offset, shape) in the int32 blob."""
+        b = self.bucket
+        rows, tokens, seqs, width, samples = (
+            b.decode_rows,
+            b.prefill_tokens,
+            b.prefill_rows,
+            b.table_width,
+            b.sample_rows,
+        )
+        return _place(
+            {
+                "decode_position": (rows,),
+                "decode_slot": (rows,),
+                "decode_pages": (rows, width),
+                "prefill_tokens": (tokens,),
+                "prefill_position": (tokens,),
+                "prefill_row": (tokens,),
+                "prefill_target": (tokens,),
+                "prefill_starts": (seqs + 1 if seqs else 0,),
+                "prefill_context": (seqs,),
+                "prefill_pages": (seqs, width),
+                "slot": (samples,),
+                "top_k": (samples,),
+                "seed_high": (samples,),
+                "seed_low": (samples,),
+                "sample_position": (samples,),
+                "flags": (samples,),
+            }
+        )
+
+    @cached_property
+    def float_fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Field name -> (offset, shape) in the float32 blob."""
+        shape = (self.bucket.sample_rows,)
+        names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+        return _place(dict.fromkeys(names, shape))
+
+    @cached_property
+    def int_size(self) -> int:
+        """Length of the int32 blob."""
+        return _size(self.int_fields)
+
+    @cached_property
+    def float_size(self) -> int:
+        """Length of the float32 blob."""
+        return _size(self.float_fields)
+
+    def unpack(self, ints: Any, floats: Any) -> dict[str, Any]:
+        """Fields as views (numpy) or static slices (jax) of the two blobs."""
+        fields = {}
+        for blob, places in ((ints, self.int_fields), (floats, self.float_fields)):
+            for name, (offset, shape) in places.items():
+                fields[name] = blob[offset : offset + prod(shape)].reshape(shape)
+        return fields
+
+
+def _place(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    places = {}
+    offset = 0
+    for name, shape in shapes.items():
+        places[name] = (offset, shape)
+        offset += prod(shape)
+    return places
+
+
+def _size(places: dict[str, tuple[int, tuple[int, ...]]]) -> int:
+    return max(offset + prod(shape) for offset, shape in places.values())
