@@ -1,0 +1,8 @@
+"""The device side: mesh, KV pool, compiled steps, sampling."""
+
+from jaxserve.runtime.compile_counter import COMPILES
+from jaxserve.runtime.memory_plan import MemoryPlan
+from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.runner import ModelRunner, RowScores, StepHandle, StepOutput
+
+__all__ = ["COMPILES", "MemoryPlan", "ModelRunner", "RowScores", "StepHandle", "StepOutput", "make_mesh"]

@@ -1,0 +1,37 @@
+"""The KV pool: one array `[L, P, 2, K, S, D]` that holds every page of every layer.
+
+Page-major, so that a page of a layer is contiguous and a kernel copies it whole. KV heads are sharded
+over the mesh's "model" axis when they divide by it, else replicated. The pool is donated to every step
+and comes back updated in place.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.models import ModelConfig
+
+
+def pool_shape(config: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
+    """`[L, P, 2, K, S, D]`."""
+    return (config.num_layers, num_pages, 2, config.num_kv_heads, page_size, config.head_dim)
+
+
+def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
+    """KV heads over "model" where they divide, else replicated."""
+    size = mesh.shape["model"]
+    heads = "model" if size > 1 and config.num_kv_heads % size == 0 else None
+    return NamedSharding(mesh, PartitionSpec(None, None, None, heads))
+
+
+def bytes_per_page(config: ModelConfig, page_size: int, dtype: str) -> int:
+    """Bytes of one page over all layers, all devices together."""
+    return config.num_layers * 2 * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(dtype).itemsize
+
+
+def make_pool(config: ModelConfig, num_pages: int, page_size: int, dtype: str, mesh: Mesh) -> jax.Array:
+    """A zeroed pool, made on the devices in its sharding."""
+    shape = pool_shape(config, num_pages, page_size)
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=pool_sharding(config, mesh))()

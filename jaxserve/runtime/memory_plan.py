@@ -1,0 +1,131 @@
+"""The memory plan: what weights, workspace, slot state and KV pages take, decided before serving.
+
+The workspace is not guessed: the largest bucket is compiled first and its `memory_analysis()` read.
+What is left of the allowed memory becomes pages.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes, all devices together.
+
+    Attributes:
+      limit_bytes: memory that may be used; 0 when `num_pages` was given and nothing was measured.
+      weights_bytes, workspace_bytes, state_bytes, kv_bytes: shares.
+      num_pages: pages, the null page included.
+      page_size: tokens per page.
+    """
+
+    limit_bytes: int
+    weights_bytes: int
+    workspace_bytes: int
+    state_bytes: int
+    kv_bytes: int
+    num_pages: int
+    page_size: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens whose K and V fit at once."""
+        return (self.num_pages - 1) * self.page_size
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and value of each line of the table shown at start-up."""
+        rows = [
+            ("weights", format_bytes(self.weights_bytes)),
+            ("workspace of the largest step", format_bytes(self.workspace_bytes)),
+            ("slot state", format_bytes(self.state_bytes)),
+            (f"KV pool: {self.num_pages} pages of {self.page_size} tokens", format_bytes(self.kv_bytes)),
+            ("tokens held at once", f"{self.max_tokens:,}"),
+        ]
+        if self.limit_bytes:
+            rows.append(("allowed (memory_fraction)", format_bytes(self.limit_bytes)))
+        return rows
+
+
+def available_bytes(device: jax.Device) -> int:
+    """Memory of a device that may be planned with: its own limit, or the host's free memory on CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return _cgroup_or_host_bytes()
+
+
+def _cgroup_or_host_bytes() -> int:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    free = int(line.split()[1]) * 1024
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            text = limit.read().strip()
+            if text != "max":
+                free = min(free, int(text) - int(used.read()))
+    except OSError:
+        return free
+    return free
+
+
+def make_plan(
+    *,
+    allowed_bytes: int,
+    weights_bytes: int,
+    workspace_bytes: int,
+    state_bytes: int,
+    page_bytes: int,
+    page_size: int,
+    num_pages: int | None,
+    most_pages: int,
+) -> MemoryPlan:
+    """Sizes the KV pool.
+
+    Args:
+      allowed_bytes: memory that may be used in all.
+      page_bytes: bytes of one page.
+      num_pages: the caller's choice; None: as many as fit.
+      most_pages: pages beyond which no request set can use more (slots x pages per sequence + null page).
+
+    Raises:
+      ValueError: nothing is left for pages.
+    """
+    left = allowed_bytes - weights_bytes - workspace_bytes - state_bytes
+    if num_pages is None:
+        num_pages = min(most_pages, left // page_bytes)
+        if num_pages < 2:
+            raise ValueError(
+                f"{format_bytes(allowed_bytes)} are allowed (memory_fraction) and {format_bytes(allowed_bytes - left)}"
+                " are taken before the KV pool, which leaves no room for a page; raise memory_fraction, or lower"
+                " max_num_seqs, max_num_batched_tokens or dtype"
+            )
+    elif num_pages * page_bytes > left:
+        raise ValueError(
+            f"num_pages is {num_pages}: {format_bytes(num_pages * page_bytes)} of KV; {format_bytes(max(left, 0))} are"
+            f" left of the {format_bytes(allowed_bytes)} allowed; lower num_pages or raise memory_fraction"
+        )
+    return MemoryPlan(
+        limit_bytes=allowed_bytes,
+        weights_bytes=weights_bytes,
+        workspace_bytes=workspace_bytes,
+        state_bytes=state_bytes,
+        kv_bytes=num_pages * page_bytes,
+        num_pages=num_pages,
+        page_size=page_size,
+    )
+
+
+def format_bytes(count: int) -> str:
+    """Bytes with a binary unit."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

@@ -1,0 +1,160 @@
+"""ProgramTable: every compiled program of an engine, keyed by bucket.
+
+Compiling happens here, before the first request, and nowhere else: `get` on a bucket that was not
+compiled raises. Warm-up also checks what a silent mistake would cost: that the pool was aliased, and
+that no step keeps a second copy of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.core import JaxserveError, MissingBucketError
+from jaxserve.models import ModelConfig
+from jaxserve.runtime.kv_pool import pool_shape, pool_sharding
+from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row
+from jaxserve.runtime.steps import make_step
+from jaxserve.tables import Bucket, TableLayout
+
+Progress = Callable[[int, int, str], None]
+"""Called with done, total and what was done last."""
+
+
+class ProgramTable:
+    """Compiles and holds the step programs and the slot-placement program.
+
+    Args:
+      config: the model.
+      params: weights on their devices; only shapes and shardings are used.
+      mesh: devices.
+      page_size, max_num_seqs, dtype: of pool and state.
+      implementation: of paged attention.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Any,
+        mesh: Mesh,
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        dtype: str,
+        implementation: str,
+    ) -> None:
+        self._config = config
+        self._mesh = mesh
+        self._page_size = page_size
+        self._dtype = dtype
+        self._implementation = implementation
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        self._state = self._on_mesh(abstract_slot_state(max_num_seqs, config.vocab_size))
+        self._steps: dict[Bucket, Any] = {}
+        self._place: Any = None
+
+    def get(self, bucket: Bucket) -> Any:
+        """The compiled step of `bucket`.
+
+        Raises:
+          MissingBucketError: it was not compiled at warm-up.
+        """
+        program = self._steps.get(bucket)
+        if program is None:
+            raise MissingBucketError(f"bucket {bucket.name} was not compiled at warm-up")
+        return program
+
+    @property
+    def place(self) -> Any:
+        """The compiled `place_row`."""
+        return self._place
+
+    def compile(self, bucket: Bucket, num_pages: int) -> Any:
+        """Compiles the step of one bucket for a pool of `num_pages`."""
+        layout = TableLayout(bucket)
+        step = make_step(self._config, layout, self._page_size, self._implementation)
+        pool = jax.ShapeDtypeStruct(
+            pool_shape(self._config, num_pages, self._page_size),
+            jnp.dtype(self._dtype),
+            sharding=pool_sharding(self._config, self._mesh),
+        )
+        blobs = self._on_mesh(
+            (
+                jax.ShapeDtypeStruct((layout.int_size,), jnp.int32),
+                jax.ShapeDtypeStruct((layout.float_size,), jnp.float32),
+            )
+        )
+        jitted = jax.jit(
+            step,
+            donate_argnums=(1, 2),
+            out_shardings=(pool.sharding, jax.tree.map(lambda _: self._replicated, self._state), self._replicated),
+        )
+        with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
+            return jitted.lower(self._params, pool, self._state, *blobs).compile()
+
+    def workspace_bytes(self, bucket: Bucket, num_pages: int) -> int:
+        """Temporary and output bytes of a bucket's step, from a compilation with a small pool."""
+        return _workspace(self.compile(bucket, num_pages))
+
+    def warm_up(self, buckets: list[Bucket], num_pages: int, pool_bytes: int, progress: Progress | None = None) -> None:
+        """Compiles every bucket and the placement program; two at a time, largest first.
+
+        Raises:
+          JaxserveError: a program would not update the pool in place.
+        """
+        total = len(buckets) + 1
+        self._place = (
+            jax.jit(place_row, donate_argnums=0, out_shardings=jax.tree.map(lambda _: self._replicated, self._state))
+            .lower(self._state, self._on_mesh(jax.ShapeDtypeStruct((), jnp.int32)), self._abstract_row())
+            .compile()
+        )
+        if progress:
+            progress(1, total, "slot placement")
+        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="compile") as threads:
+            waiting = {threads.submit(self.compile, bucket, num_pages): bucket for bucket in reversed(buckets)}
+            for done, future in enumerate(as_completed(waiting), start=2):
+                bucket, program = waiting[future], future.result()
+                _check_in_place(bucket, program, pool_bytes)
+                self._steps[bucket] = program
+                if progress:
+                    progress(done, total, bucket.name)
+
+    def _abstract_row(self) -> SlotRow:
+        return SlotRow(
+            *(
+                jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=self._replicated)
+                for array in self._state
+            )
+        )
+
+    def _on_mesh(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), tree)
+
+    def make_state(self) -> SlotState:
+        """A zeroed slot state."""
+        shapes = self._state
+        return jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+            out_shardings=jax.tree.map(lambda _: self._replicated, shapes),
+        )()
+
+
+def _workspace(program: Any) -> int:
+    analysis = program.memory_analysis()
+    # Donated outputs alias arguments; only what is new counts.
+    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+
+def _check_in_place(bucket: Bucket, program: Any, pool_bytes: int) -> None:
+    analysis = program.memory_analysis()
+    if analysis.alias_size_in_bytes < pool_bytes:
+        raise JaxserveError(
+            f"the step of bucket {bucket.name} aliases {analysis.alias_size_in_bytes} bytes; the KV pool has"
+            f" {pool_bytes}: it would be copied at every step"
+        )

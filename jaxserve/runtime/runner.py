@@ -1,0 +1,206 @@
+"""ModelRunner: owns the device side of one engine and runs plans on it.
+
+`dispatch` packs a plan, sends two blobs and starts the step; it does not wait. `collect` waits for the
+sampled tokens of a dispatched step. Between the two the host is free. Pool and slot state never leave
+the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.config import EngineConfig, SchedulerConfig
+from jaxserve.core import Request
+from jaxserve.models import ModelConfig
+from jaxserve.runtime.kv_pool import bytes_per_page, make_pool
+from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, make_plan
+from jaxserve.runtime.programs import ProgramTable, Progress
+from jaxserve.runtime.slot_state import slot_row
+from jaxserve.runtime.steps import StepOutputs
+from jaxserve.scheduler.plan import StepPlan, StepResult
+from jaxserve.tables import Bucket, BucketTable, TableBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """Raw log-probabilities at one position.
+
+    Attributes:
+      logprob, rank: of the token itself.
+      top: (token id, logprob) of the likeliest, best first; as many as the sampler keeps.
+    """
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A dispatched step: its plan, its bucket and the arrays to come."""
+
+    plan: StepPlan
+    bucket: Bucket
+    outputs: StepOutputs
+    dispatched_at: float
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """A collected step.
+
+    Attributes:
+      result: for the scheduler.
+      bucket: the compiled shape that ran.
+    """
+
+    result: StepResult
+    bucket: Bucket
+    _outputs: StepOutputs
+    _arrays: dict[str, Any] = field(default_factory=dict)
+
+    def scores(self, source: str, row: int) -> RowScores:
+        """Of the token sampled by decode row or prefill chunk `row` (see `TokenEvent`)."""
+        return self._at("scores", row if source == "decode" else self.bucket.decode_rows + row)
+
+    def prompt_scores(self, first: int, count: int) -> list[RowScores]:
+        """Of the tokens that follow flat prefill positions [first, first + count)."""
+        return [self._at("prompt_scores", index) for index in range(first, first + count)]
+
+    def _at(self, name: str, index: int) -> RowScores:
+        arrays = self._arrays.get(name)
+        if arrays is None:
+            arrays = self._arrays[name] = jax.device_get(getattr(self._outputs, name))
+        top = list(zip(arrays.top_ids[index].tolist(), arrays.top_logprobs[index].tolist(), strict=True))
+        return RowScores(float(arrays.logprob[index]), int(arrays.rank[index]), top)
+
+
+class ModelRunner:
+    """Device side of an engine: weights, KV pool, slot state and compiled programs.
+
+    Args:
+      model_config: the model.
+      params: weights on `mesh`.
+      config: engine settings.
+      max_model_len: resolved context length.
+      mesh: devices.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, params: Any, config: EngineConfig, max_model_len: int, mesh: Mesh
+    ) -> None:
+        self._model_config = model_config
+        self._params = params
+        self._config = config
+        self._mesh = mesh
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._programs = ProgramTable(
+            model_config,
+            params,
+            mesh,
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+            dtype=config.dtype,
+            implementation=config.attention_implementation,
+        )
+        shape = config.scheduler_config(max_model_len=max_model_len, num_pages=2)
+        self.buckets = BucketTable(
+            shape,
+            decode=config.decode_buckets,
+            prefill=config.prefill_buckets,
+            widths=config.table_width_buckets,
+        )
+        self.memory_plan = self._plan_memory(shape)
+        self.scheduler_config: SchedulerConfig = config.scheduler_config(
+            max_model_len=max_model_len, num_pages=self.memory_plan.num_pages
+        )
+        self._builder = TableBuilder(self.scheduler_config, self.buckets)
+        self._pool: Any = None
+        self._state: Any = None
+
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Allocates the pool, compiles every bucket and runs each once on padding."""
+        config = self._config
+        buckets = self.buckets.all()
+        self._programs.warm_up(buckets, self.memory_plan.num_pages, self.memory_plan.kv_bytes, progress)
+        self._pool = make_pool(
+            self._model_config, self.memory_plan.num_pages, config.page_size, config.dtype, self._mesh
+        )
+        self._state = self._programs.make_state()
+        for bucket in buckets:
+            outputs = self._run(bucket, *self._send_empty(bucket))
+            jax.block_until_ready(outputs)
+        request = Request("warm-up", (0,))
+        self._place(self.scheduler_config.max_num_seqs, request, [], -1)
+
+    def dispatch(
+        self,
+        plan: StepPlan,
+        request_of: Callable[[str], Request],
+        outputs_of: Callable[[str], list[int]],
+    ) -> StepHandle:
+        """Starts a step and returns at once.
+
+        Args:
+          plan: not empty.
+          request_of, outputs_of: the live request of an id, and the tokens it has sampled so far.
+        """
+        for placement in plan.placements:
+            request = request_of(placement.request_id)
+            if request.params.edits_logits or placement.last_token_id >= 0:
+                self._place(placement.slot, request, outputs_of(placement.request_id), placement.last_token_id)
+        tables = self._builder.build(plan, request_of)
+        blobs = jax.device_put((tables.ints, tables.floats), self._replicated)
+        outputs = self._run(tables.bucket, *blobs)
+        return StepHandle(plan, tables.bucket, outputs, time.monotonic())
+
+    def collect(self, handle: StepHandle) -> StepOutput:
+        """Waits for a step's tokens: the one host sync of an iteration."""
+        tokens = np.asarray(handle.outputs.tokens).tolist()
+        rows = handle.bucket.decode_rows
+        result = StepResult(
+            decode_tokens=tuple(tokens[: len(handle.plan.decode)]),
+            prefill_tokens=tuple(tokens[rows : rows + len(handle.plan.prefill)]),
+        )
+        return StepOutput(result, handle.bucket, handle.outputs)
+
+    def _run(self, bucket: Bucket, ints: Any, floats: Any) -> StepOutputs:
+        program = self._programs.get(bucket)
+        self._pool, self._state, outputs = program(self._params, self._pool, self._state, ints, floats)
+        return outputs
+
+    def _send_empty(self, bucket: Bucket) -> Any:
+        tables = self._builder.empty(bucket)
+        return jax.device_put((tables.ints, tables.floats), self._replicated)
+
+    def _place(self, slot: int, request: Request, output_token_ids: list[int], last_token_id: int) -> None:
+        row = slot_row(request, output_token_ids, last_token_id, self._model_config.vocab_size)
+        where, row = jax.device_put((np.asarray(slot, np.int32), row), self._replicated)
+        self._state = self._programs.place(self._state, where, row)
+
+    def _plan_memory(self, shape: SchedulerConfig) -> MemoryPlan:
+        config = self._config
+        devices = self._mesh.devices.ravel()
+        page_bytes = bytes_per_page(self._model_config, config.page_size, config.dtype)
+        weights = sum(x.nbytes for x in jax.tree.leaves(self._params))
+        slots = config.max_num_seqs + 1
+        # On CPU the weights are in the host memory already when the rest is measured.
+        free = available_bytes(devices[0]) * (1 if devices[0].platform == "cpu" else len(devices))
+        in_use = weights if devices[0].platform == "cpu" else 0
+        return make_plan(
+            allowed_bytes=int((free + in_use) * config.memory_fraction),
+            weights_bytes=weights,
+            workspace_bytes=self._programs.workspace_bytes(self.buckets.all()[-1], num_pages=2),
+            state_bytes=slots * self._model_config.vocab_size * 10,
+            page_bytes=page_bytes,
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+            most_pages=config.max_num_seqs * shape.pages_per_seq + 1,
+        )

@@ -1,0 +1,204 @@
+"""Sampling, fused into the step: logits of N rows in, one token id per row out.
+
+Every row has its own settings and its own key, `fold_in(request key, write index of the token)`, so a
+row's result depends on its logits alone: not on its slot, its batch mates or a preemption in between.
+
+Order, as in vLLM: logit bias and held-off stop ids, penalties, temperature, top-k, top-p, min-p.
+Work that no row asks for is skipped by `lax.cond` on a scalar, inside one compiled program: a batch of
+greedy rows costs an argmax.
+
+Top-k and top-p need no sort. Both keep {x >= t} for some threshold t among the row's values, so t is
+found by bisection over the 32-bit patterns of float32 ordered as integers: 32 passes of compare and
+reduce, exact, and far cheaper than sorting a 49k or 128k vocabulary. Ties with the threshold are kept.
+
+The draw inverts the cumulative distribution with one uniform number per row, in two levels (blocks,
+then inside the block) to keep partial sums short and accurate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core import MAX_LOGPROBS
+from jaxserve.runtime.slot_state import SlotState
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LOGPROBS
+
+_NEVER = -1e30
+"""Added to what must not be sampled; finite, so that a row of it still has a maximum."""
+
+
+class TokenScores(NamedTuple):
+    """Raw log-probabilities for N rows; zeros where nobody asked.
+
+    Attributes:
+      logprob: float32[N] of the chosen token.
+      rank: int32[N], 1 for the likeliest.
+      top_ids: int32[N, K], likeliest first, K = min(`MAX_LOGPROBS`, V).
+      top_logprobs: float32[N, K].
+    """
+
+    logprob: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def sample(logits: jax.Array, state: SlotState, fields: dict[str, Any]) -> jax.Array:
+    """Chooses one token per row.
+
+    Args:
+      logits: float32[N, V], the model's own.
+      state: per-slot rows; read for rows flagged `FLAG_EDITS`.
+      fields: sample columns of `TableLayout`, each [N].
+
+    Returns:
+      int32[N] token ids; padding rows get some valid id.
+    """
+    flags = fields["flags"]
+    edits = (flags & FLAG_EDITS) != 0
+    logits = jax.lax.cond(edits.any(), lambda x: _edit(x, state, fields, edits), lambda x: x, logits)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    random = fields["temperature"] > 0
+    return jax.lax.cond(
+        random.any(),
+        lambda x: jnp.where(random, _draw(x, fields), greedy),
+        lambda x: greedy,
+        logits,
+    )
+
+
+def score(logits: jax.Array, token_ids: jax.Array, wanted: jax.Array) -> TokenScores:
+    """Log-probabilities of `token_ids` and of the likeliest alternatives, if `wanted` has any.
+
+    Args:
+      logits: float32[N, V].
+      token_ids: int32[N].
+      wanted: bool[N].
+    """
+    rows, vocab = logits.shape
+    num_top = min(MAX_LOGPROBS, vocab)
+
+    def compute(x: jax.Array) -> TokenScores:
+        logprobs = jax.nn.log_softmax(x, axis=-1)
+        chosen = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
+        rank = 1 + jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32)
+        top, ids = jax.lax.top_k(logprobs, num_top)
+        return TokenScores(chosen[:, 0], rank, ids.astype(jnp.int32), top)
+
+    def skip(x: jax.Array) -> TokenScores:
+        return TokenScores(
+            jnp.zeros(rows, jnp.float32),
+            jnp.zeros(rows, jnp.int32),
+            jnp.zeros((rows, num_top), jnp.int32),
+            jnp.zeros((rows, num_top), jnp.float32),
+        )
+
+    return jax.lax.cond(wanted.any(), compute, skip, logits)
+
+
+def wants_logprobs(fields: dict[str, Any]) -> jax.Array:
+    """bool[N]: rows flagged for log-probabilities."""
+    return (fields["flags"] & FLAG_LOGPROBS) != 0
+
+
+def _edit(logits: jax.Array, state: SlotState, fields: dict[str, Any], edits: jax.Array) -> jax.Array:
+    """Bias, held-off stop ids and penalties, for the rows of `edits`."""
+    slots = fields["slot"]
+    counts = state.output_counts[slots]
+    held = (fields["flags"] & FLAG_HOLD_STOPS) != 0
+    x = logits + state.bias[slots]
+    seen = (counts > 0) | state.prompt_mask[slots]
+    factor = fields["repetition_penalty"][:, None]
+    x = jnp.where(seen, jnp.where(x > 0, x / factor, x * factor), x)
+    x = x - fields["frequency_penalty"][:, None] * counts
+    x = x - fields["presence_penalty"][:, None] * (counts > 0)
+    x = jnp.where(state.stop_mask[slots] & held[:, None], _NEVER, x)
+    return jnp.where(edits[:, None], x, logits)
+
+
+def _draw(logits: jax.Array, fields: dict[str, Any]) -> jax.Array:
+    """Samples every row at its temperature; greedy rows are computed and not used."""
+    temperature = fields["temperature"][:, None]
+    x = logits / jnp.where(temperature > 0, temperature, 1.0)
+    x = x - x.max(axis=-1, keepdims=True)
+    top_k, top_p, min_p = fields["top_k"], fields["top_p"], fields["min_p"]
+    x = jax.lax.cond((top_k > 0).any(), lambda y: _keep_top_k(y, top_k), lambda y: y, x)
+    x = jax.lax.cond((top_p < 1).any(), lambda y: _keep_top_p(y, top_p), lambda y: y, x)
+    # exp(x) is the probability relative to the likeliest token, whose x is 0.
+    weights = jnp.exp(x)
+    weights = jnp.where(weights >= min_p[:, None], weights, 0.0)
+    keys = jax.vmap(_row_key)(fields["seed_high"], fields["seed_low"], fields["sample_position"])
+    uniform = jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
+    return _inverse_cdf(weights, uniform)
+
+
+def _row_key(high: jax.Array, low: jax.Array, position: jax.Array) -> jax.Array:
+    words = jax.lax.bitcast_convert_type(jnp.stack([high, low]), jnp.uint32)
+    return jax.random.fold_in(jax.random.wrap_key_data(words, impl="threefry2x32"), position)
+
+
+def _keep_top_k(x: jax.Array, top_k: jax.Array) -> jax.Array:
+    """Masks all but the `top_k` largest of each row (0: all; ties with the k-th are kept)."""
+    wanted = jnp.where(top_k > 0, top_k, x.shape[-1])
+    threshold = _largest_key(x, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= wanted)
+    return jnp.where(_ordered(x) >= threshold[:, None], x, _NEVER)
+
+
+def _keep_top_p(x: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Masks all but the smallest set of largest values whose softmax mass reaches `top_p`."""
+    weights = jnp.exp(x)
+    # The mass of a set summed in float32 may fall short of the total by rounding: stay under it.
+    wanted = jnp.minimum(top_p, 1.0 - 1e-6) * weights.sum(axis=-1)
+    threshold = _largest_key(x, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= wanted)
+    keep = (_ordered(x) >= threshold[:, None]) | (top_p >= 1)[:, None]
+    return jnp.where(keep, x, _NEVER)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """uint32 keys in the order of the float32 values."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_key(x: jax.Array, enough: Any) -> jax.Array:
+    """Per row the largest key t for which `enough({x >= t})` holds; it must hold for t = 0.
+
+    Builds t bit by bit from the top: `enough` is monotone, larger sets being enough if smaller are.
+    """
+    keys = _ordered(x)
+
+    def body(bit: jax.Array, found: jax.Array) -> jax.Array:
+        candidate = found | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
+        return jnp.where(enough(keys >= candidate[:, None]), candidate, found)
+
+    return jax.lax.fori_loop(0, 32, body, jnp.zeros(x.shape[0], jnp.uint32))
+
+
+def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The first index at which the running sum of a row exceeds `uniform` times its total.
+
+    Never an index of weight 0: a running sum does not grow there. Where rounding leaves the target at
+    or above the last running sum, the last index with weight is taken.
+    """
+    rows, size = weights.shape
+    block = max(1, int(size**0.5))
+    blocks = -(-size // block)
+    grid = jnp.pad(weights, ((0, 0), (0, blocks * block - size))).reshape(rows, blocks, block)
+    sums = jnp.cumsum(grid.sum(axis=-1), axis=-1)
+    target = uniform * sums[:, -1]
+    index = _first_above(sums, target, grid.sum(axis=-1) > 0)
+    row = jnp.arange(rows)
+    before = jnp.where(index > 0, sums[row, index - 1], 0.0)
+    inside = grid[row, index]
+    offset = _first_above(jnp.cumsum(inside, axis=-1), target - before, inside > 0)
+    return (index * block + offset).astype(jnp.int32)
+
+
+def _first_above(sums: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:
+    """First valid index with `sums > target` per row, else the last valid one."""
+    above = (sums > target[:, None]) & valid
+    last = sums.shape[-1] - 1 - jnp.argmax(valid[:, ::-1], axis=-1)
+    return jnp.where(above.any(axis=-1), jnp.argmax(above, axis=-1), last)

@@ -1,0 +1,168 @@
+"""The step function: one iteration on the device.
+
+One function serves decode, prefill and both at once; which parts exist follows from the bucket. All
+tokens of an iteration, decode rows first, go through the layers as one flat batch, so weights are read
+once. Attention alone is split: decode rows against their page tables, prefill tokens against theirs.
+
+The pool and the slot state are donated and updated in place; page 0 and the scratch slot take every
+padding write, so no row needs a branch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core import MAX_LOGPROBS
+from jaxserve.models import ModelConfig, forward, unembed
+from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
+from jaxserve.runtime.slot_state import SlotState
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, TableLayout
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import paged_attention
+
+PROMPT_SCORE_ROWS = 32
+"""Prompt positions whose logits are held at once while prompt log-probabilities are computed."""
+
+
+class StepOutputs(NamedTuple):
+    """What leaves the device.
+
+    Attributes:
+      tokens: int32[N], sampled ids of decode rows, then prefill rows.
+      scores: of the sampled tokens, N rows.
+      prompt_scores: of the tokens that follow each prompt position, T rows.
+    """
+
+    tokens: jax.Array
+    scores: TokenScores
+    prompt_scores: TokenScores
+
+
+def make_step(config: ModelConfig, layout: TableLayout, page_size: int, implementation: str) -> Any:
+    """The step function of one bucket.
+
+    Args:
+      config: the model.
+      layout: field places of the bucket.
+      page_size: tokens per page.
+      implementation: of paged attention.
+
+    Returns:
+      `step(params, pool, state, ints, floats) -> (pool, state, StepOutputs)`, to be jitted with
+      `pool` and `state` donated.
+    """
+    bucket = layout.bucket
+    rows = bucket.decode_rows
+
+    def step(
+        params: Any, pool: jax.Array, state: SlotState, ints: jax.Array, floats: jax.Array
+    ) -> tuple[jax.Array, SlotState, StepOutputs]:
+        fields = layout.unpack(ints, floats)
+        token_ids = jnp.concatenate([state.last_token[fields["decode_slot"]], fields["prefill_tokens"]])
+        positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])
+        page_ids, offsets = _write_places(fields, positions, rows, page_size)
+
+        def attend(
+            layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, sliding_window: int | None
+        ) -> tuple[jax.Array, jax.Array]:
+            cache = write_kv(cache, layer, k, v, page_ids, offsets)
+            outputs = []
+            if rows:
+                outputs.append(
+                    paged_attention(
+                        q[:rows],
+                        cache,
+                        layer,
+                        fields["decode_pages"],
+                        fields["decode_position"] + 1,
+                        sliding_window=sliding_window,
+                        implementation=implementation,
+                    )
+                )
+            if bucket.prefill_tokens:
+                outputs.append(
+                    paged_attention(
+                        q[rows:],
+                        cache,
+                        layer,
+                        fields["prefill_pages"],
+                        fields["prefill_context"],
+                        fields["prefill_starts"],
+                        sliding_window=sliding_window,
+                        implementation=implementation,
+                    )
+                )
+            return jnp.concatenate(outputs), cache
+
+        hidden, pool = forward(config, params, token_ids, positions, attend, pool)
+        logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
+        tokens = sample(logits, state, fields)
+        scores = score(logits, tokens, wants_logprobs(fields))
+        prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
+        return pool, _remember(state, tokens, fields), StepOutputs(tokens, scores, prompt_scores)
+
+    return step
+
+
+def _write_places(
+    fields: dict[str, Any], positions: jax.Array, rows: int, page_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Page id and offset that each token's K and V go to; page 0 for padding."""
+    index = positions // page_size
+    decode_pages = jnp.take_along_axis(fields["decode_pages"], index[:rows, None], axis=1)[:, 0]
+    decode_pages = jnp.where(fields["decode_position"] >= 0, decode_pages, 0)
+    if not fields["prefill_tokens"].shape[0]:
+        return decode_pages, positions % page_size
+    prefill_pages = fields["prefill_pages"][fields["prefill_row"], index[rows:]]
+    live = jnp.arange(prefill_pages.shape[0]) < fields["prefill_starts"][-1]
+    return jnp.concatenate([decode_pages, jnp.where(live, prefill_pages, 0)]), positions % page_size
+
+
+def _sampled_positions(fields: dict[str, Any], rows: int) -> jax.Array:
+    """int32[N] rows of the flat batch whose hidden state is sampled from: a chunk's last token."""
+    decode = jnp.arange(rows)
+    if not fields["prefill_tokens"].shape[0]:
+        return decode
+    return jnp.concatenate([decode, rows + jnp.maximum(fields["prefill_starts"][1:] - 1, 0)])
+
+
+def _remember(state: SlotState, tokens: jax.Array, fields: dict[str, Any]) -> SlotState:
+    """Writes sampled tokens to their slots and counts them for rows with penalties."""
+    live = (fields["flags"] & FLAG_LIVE) != 0
+    slots = jnp.where(live, fields["slot"], state.last_token.shape[0] - 1)
+    edits = live & ((fields["flags"] & FLAG_EDITS) != 0)
+    counts = state.output_counts.at[slots, tokens].add(edits.astype(jnp.int32))
+    return state._replace(last_token=state.last_token.at[slots].set(tokens), output_counts=counts)
+
+
+def _score_prompt(
+    config: ModelConfig, params: Any, hidden: jax.Array, fields: dict[str, Any], rows: int
+) -> TokenScores:
+    """Scores of each prompt position's next token, `PROMPT_SCORE_ROWS` positions at a time."""
+    count = hidden.shape[0]
+    num_top = min(MAX_LOGPROBS, config.vocab_size)
+    empty = TokenScores(
+        jnp.zeros(count, jnp.float32),
+        jnp.zeros(count, jnp.int32),
+        jnp.zeros((count, num_top), jnp.int32),
+        jnp.zeros((count, num_top), jnp.float32),
+    )
+    if count == 0:
+        return empty
+    block = min(PROMPT_SCORE_ROWS, count)
+    blocks = -(-count // block)
+    padding = blocks * block - count
+    targets = jnp.maximum(fields["prefill_target"], 0)
+
+    def compute(x: jax.Array) -> TokenScores:
+        x = jnp.pad(x, ((0, padding), (0, 0))).reshape(blocks, block, -1)
+        y = jnp.pad(targets, (0, padding)).reshape(blocks, block)
+        everything = jnp.ones(block, jnp.bool_)
+        scores = jax.lax.map(lambda xy: score(unembed(config, params, xy[0]), xy[1], everything), (x, y))
+        return jax.tree.map(lambda a: a.reshape(blocks * block, *a.shape[2:])[:count], scores)
+
+    wanted = ((fields["flags"][rows:] & FLAG_PROMPT_LOGPROBS) != 0).any()
+    return jax.lax.cond(wanted, compute, lambda x: empty, hidden)
