@@ -1,0 +1,259 @@
+"""Engine: one model, one scheduler, one runner, stepped by its owner.
+
+    plan = scheduler.schedule(now)
+    handle = runner.dispatch(plan)
+    output = runner.collect(handle)
+    events = scheduler.update(plan, output.result, now)
+
+The engine has no thread of its own: `LLM` steps it in the caller's, `AsyncEngine` in a thread. `add`
+and `abort` may come from other threads at any time, also while a step runs on the device; a lock guards
+the host state and is never held while the device works.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.core import FinishReason, RejectedError, Request
+from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.output_processor import OutputDelta, RequestState
+from jaxserve.engine.validation import ModelLimits
+from jaxserve.loading import load_model, resolve_model
+from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, make_mesh
+from jaxserve.scheduler import Scheduler, TraceWriter
+from jaxserve.scheduler.plan import StepPlan, TokenEvent
+from jaxserve.text import Tokenizer, load_tokenizer
+
+Progress = Callable[[str, int, int, str], None]
+"""Called with stage ("weights" or "warm-up"), done, total and what was done last."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Sums over dispatched iterations, for reports.
+
+    Attributes:
+      iterations: dispatched steps.
+      slot_steps: slots with work, summed over iterations.
+      tokens: real tokens computed; padded_tokens: rows of the buckets they ran in.
+      host_s: seconds of scheduling, tables and output handling; device_s: of waiting for the device.
+    """
+
+    iterations: int = 0
+    slot_steps: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    output_tokens: int = 0
+    host_s: float = 0.0
+    device_s: float = 0.0
+
+
+class Engine:
+    """Loads a model and runs requests on it.
+
+    Args:
+      config: settings.
+      progress: told of loading and warm-up.
+      clock: seconds, monotonic.
+
+    Raises:
+      ValueError: settings that do not fit the model or the machine.
+      CheckpointError, UnsupportedModelError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._progress = progress or (lambda *_: None)
+        resolved = resolve_model(config.model, lambda done, total, what: self._progress("weights", done, total, what))
+        self.config = config
+        self.model_name = config.served_model_name or resolved.served_name
+        self.tokenizer: Tokenizer = load_tokenizer(resolved, config.tokenizer)
+        self._mesh = make_mesh(config.tensor_parallel_size)
+        loaded = load_model(
+            resolved,
+            config.dtype,
+            mesh=self._mesh,
+            progress=lambda done, total, what: self._progress("weights", done, total, what),
+        )
+        self.model_config = loaded.config
+        self.max_model_len = self._context_length(config.max_model_len)
+        self.limits = ModelLimits(
+            vocab_size=loaded.config.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=tuple(sorted({*loaded.config.eos_token_ids, *self.tokenizer.eos_ids})),
+        )
+        self.runner = ModelRunner(
+            loaded.config, _layer_form(loaded.params, config.scan_layers, self._mesh), config, self.max_model_len, self._mesh
+        )
+        self._trace = TraceWriter(config.trace_file, model=self.model_name) if config.trace_file else None
+        self.scheduler = Scheduler(self.runner.scheduler_config, trace=self._trace)
+        self.metrics = EngineMetrics(self.model_name)
+        self.stats = EngineStats()
+        self._states: dict[str, RequestState] = {}
+        self.ready = False
+
+    def warm_up(self) -> None:
+        """Compiles every bucket; afterwards nothing compiles."""
+        self.runner.warm_up(lambda done, total, what: self._progress("warm-up", done, total, what))
+        self.metrics.set_compiles(COMPILES.count)
+        self.ready = True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is live."""
+        return bool(self._states)
+
+    def add(self, request: Request, index: int, sink: Callable[[OutputDelta], None]) -> None:
+        """Queues a request; its deltas go to `sink`, on the stepping thread.
+
+        Raises:
+          ValueError: it can never fit, or its id is live.
+          RejectedError: the queue is full.
+        """
+        with self._lock:
+            now = self._clock()
+            rejection = self.scheduler.add(request, now)
+            if rejection is not None:
+                self.metrics.rejected(rejection.reason)
+                if rejection.reason in ("never_fits", "duplicate_id"):
+                    raise ValueError(rejection.message)
+                raise RejectedError(rejection)
+            self._states[request.request_id] = RequestState(request, index, self.tokenizer, sink, now)
+            self._observe_load()
+
+    def abort(self, request_id: str, reason: str = FinishReason.ABORT) -> bool:
+        """Ends a request at any stage; False when it is not live. Its last delta is delivered."""
+        with self._lock:
+            if request_id not in self._states:
+                return False
+            now = self._clock()
+            self.scheduler.abort(request_id, now, reason)
+            self._deliver(self.scheduler.take_events(), None, now)
+            self._observe_load()
+            return True
+
+    def abort_all(self, reason: str = FinishReason.ABORT) -> None:
+        """Ends every live request."""
+        with self._lock:
+            for request_id in list(self._states):
+                self.abort(request_id, reason)
+
+    def step(self) -> bool:
+        """Runs one iteration.
+
+        Returns:
+          Whether anything ran; False when no request is live or all that were have just ended.
+        """
+        began = time.perf_counter()
+        with self._lock:
+            now = self._clock()
+            plan = self.scheduler.schedule(now)
+            self._deliver(self.scheduler.take_events(), None, now)
+            if plan.empty:
+                self._observe_load()
+                return False
+            self._mark_scheduled(plan, now)
+            handle = self.runner.dispatch(plan, self._request_of, self._outputs_of)
+        dispatched = time.perf_counter()
+        output = self.runner.collect(handle)
+        collected = time.perf_counter()
+        with self._lock:
+            now = self._clock()
+            self._take_prompt_scores(plan, output)
+            events = self.scheduler.update(plan, output.result, now, bucket=output.bucket.name)
+            self._deliver(events, output, now)
+            # Stop strings found just now ended their requests: nothing is left to say about those.
+            self.scheduler.take_events()
+            self._count(plan, output, events)
+            self._observe_load()
+        self.stats.device_s += collected - dispatched
+        self.stats.host_s += (dispatched - began) + (time.perf_counter() - collected)
+        return True
+
+    def close(self) -> None:
+        """Closes the trace file."""
+        if self._trace:
+            self._trace.close()
+
+    def _request_of(self, request_id: str) -> Request:
+        return self.scheduler.sequence(request_id).request
+
+    def _outputs_of(self, request_id: str) -> list[int]:
+        return self.scheduler.sequence(request_id).output_token_ids
+
+    def _mark_scheduled(self, plan: StepPlan, now: float) -> None:
+        for placement in plan.placements:
+            state = self._states[placement.request_id]
+            if state.metrics.first_scheduled_at is None:
+                state.metrics.first_scheduled_at = now
+                self.metrics.queue_time(now - state.metrics.arrived_at)
+
+    def _take_prompt_scores(self, plan: StepPlan, output: StepOutput) -> None:
+        first = 0
+        for chunk in plan.prefill:
+            state = self._states.get(chunk.request_id)
+            if state is not None:
+                state.take_prompt_scores(chunk, first, output)
+            first += len(chunk.token_ids)
+
+    def _deliver(self, events: list[TokenEvent], output: StepOutput | None, now: float) -> None:
+        for event in events:
+            state = self._states.get(event.request_id)
+            if state is None:
+                continue
+            if event.token_id is not None:
+                self.metrics.token(state, now)
+            stopped = state.take_event(event, output, now)
+            if stopped is not None and event.finish_reason is None:
+                self.scheduler.abort(event.request_id, now, FinishReason.STOP)
+            if stopped is not None or event.finish_reason is not None:
+                del self._states[event.request_id]
+                self.metrics.finished(state, FinishReason.STOP if stopped is not None else event.finish_reason or "")
+
+    def _count(self, plan: StepPlan, output: StepOutput, events: list[TokenEvent]) -> None:
+        stats = self.stats
+        stats.iterations += 1
+        stats.slot_steps += len({row.slot for row in plan.decode} | {chunk.slot for chunk in plan.prefill})
+        stats.tokens += plan.num_tokens
+        stats.padded_tokens += output.bucket.decode_rows + output.bucket.prefill_tokens
+        stats.output_tokens += sum(event.token_id is not None for event in events)
+        self.metrics.iteration(plan.num_tokens)
+
+    def _observe_load(self) -> None:
+        scheduler = self.scheduler
+        usable = self.runner.scheduler_config.num_pages - 1
+        self.metrics.load(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            kv_usage=scheduler.pages_owned / usable,
+        )
+        self.metrics.set_compiles(COMPILES.count)
+
+    def _context_length(self, asked: int | None) -> int:
+        limit = self.model_config.max_position_embeddings
+        if asked is None:
+            return limit
+        if asked > limit:
+            raise ValueError(f"max_model_len is {asked}; the model's limit is {limit} (max_position_embeddings)")
+        return asked
+
+
+def _layer_form(params: dict[str, Any], scan_layers: bool | None, mesh: Any) -> dict[str, Any]:
+    """Stacks layers for a scan where asked for; on CPU a scan would copy each layer's weights."""
+    from jaxserve.models import stack_layers
+
+    if scan_layers is None:
+        scan_layers = mesh.devices.flat[0].platform != "cpu"
+    return stack_layers(params) if scan_layers else params

@@ -1,0 +1,163 @@
+"""LLM: offline generation in the caller's thread, with vLLM's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jaxserve.config import EngineConfig
+from jaxserve.core import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.output_processor import OutputDelta
+from jaxserve.engine.stream import append_delta
+from jaxserve.engine.validation import make_requests
+from jaxserve.runtime.compile_cache import enable_compile_cache
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model for batch use.
+
+    Args:
+      model: demo name, directory, .gguf file, Orbax directory or hub id.
+      **settings: fields of `EngineConfig`.
+
+    Raises:
+      ValueError: an unknown setting or one that does not fit.
+
+    Example:
+      >>> llm = LLM("smollm2-135m")
+      >>> llm.generate(["The sea"], SamplingParams(max_tokens=8))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **settings: Any) -> None:
+        # Everything a caller hands over at once is queued at once: the queue has no reason to refuse.
+        settings.setdefault("max_queue_requests", 1 << 30)
+        settings.setdefault("max_queue_tokens", 1 << 60)
+        try:
+            config = EngineConfig(model=model, **settings)
+        except TypeError as error:
+            raise ValueError(f"{error}; the settings are the fields of EngineConfig") from error
+        enable_compile_cache(config.compile_cache)
+        self.engine = Engine(config)
+        self.engine.warm_up()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts, in their order.
+
+        Args:
+          prompts: text or token ids, one or several.
+          params: one for all or one each.
+          use_tqdm: show a progress bar on stderr (the name is vLLM's).
+
+        Raises:
+          ValueError: a prompt or setting is bad; nothing has run then.
+        """
+        listed = _as_list(prompts)
+        each = _params_for(listed, params)
+        outputs = [self._output(str(i), p, s) for i, (p, s) in enumerate(zip(listed, each, strict=True))]
+        requests = [
+            make_requests(output.prompt_token_ids, s, self.engine.limits, request_id=output.request_id)
+            for output, s in zip(outputs, each, strict=True)
+        ]
+        with _bar(use_tqdm) as bar:
+            task = bar.add_task("generate", total=len(outputs), rate=0.0)
+            tracker = _Tracker(bar, task)
+            try:
+                for output, choices in zip(outputs, requests, strict=True):
+                    tracker.left[output.request_id] = len(choices)
+                    for index, request in enumerate(choices):
+                        self.engine.add(request, index, partial(tracker.take, output))
+                while self.engine.has_work:
+                    self.engine.step()
+            except BaseException:
+                self.engine.abort_all()
+                raise
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes conversations through the model's chat template.
+
+        Args:
+          messages: one conversation, or several.
+
+        Raises:
+          ValueError: the model has no chat template, or it refuses the messages.
+        """
+        if messages and isinstance(messages[0], dict):
+            messages = [messages]  # type: ignore[list-item]
+        prompts = [self.engine.tokenizer.encode_chat(list(conversation)) for conversation in messages]
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def _output(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else None
+        ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return RequestOutput(request_id, text, ids, [CompletionOutput(index) for index in range(params.n)])
+
+
+class _Tracker:
+    """Fills outputs from deltas and moves the bar."""
+
+    def __init__(self, bar: Progress, task: Any) -> None:
+        self.left: dict[str, int] = {}
+        self._bar = bar
+        self._task = task
+        self._tokens = 0
+
+    def take(self, output: RequestOutput, delta: OutputDelta) -> None:
+        append_delta(output.outputs[delta.index], delta)
+        if delta.prompt_logprobs is not None:
+            output.prompt_logprobs = delta.prompt_logprobs
+        self._tokens += len(delta.token_ids)
+        if delta.finish_reason is None:
+            return
+        self.left[output.request_id] -= 1
+        if self.left[output.request_id] == 0:
+            elapsed = self._bar.tasks[self._task].elapsed or 1e-9
+            self._bar.update(self._task, advance=1, rate=self._tokens / elapsed)
+
+
+def _bar(visible: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:.0f} tok/s"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not visible,
+    )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts and {len(params)} sampling settings; give one for all or one each")
+    return list(params)

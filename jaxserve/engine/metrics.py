@@ -1,0 +1,113 @@
+"""Prometheus metrics, under vLLM's names with the prefix `jaxserve:`.
+
+One registry per engine. Gauges are set from the scheduler's counts after every change, so they fall to
+0 with the last request whether or not traffic goes on.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from jaxserve.core import FinishReason
+from jaxserve.engine.output_processor import RequestState
+
+_LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+REJECT_REASONS = ("queue_full_requests", "queue_full_tokens", "never_fits", "duplicate_id", "draining", "deadline")
+
+
+class EngineMetrics:
+    """The engine's counters, gauges and histograms.
+
+    Args:
+      model_name: the `model_name` label.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": model_name, "engine": "0"}
+        gauge, counter, histogram = self._gauge, self._counter, self._histogram
+        self._running = gauge("num_requests_running", "Requests with a slot.")
+        self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is 100 percent.")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that produced a first token.")
+        self._generation_tokens = counter("generation_tokens", "Sampled tokens.")
+        self._preemptions = counter("num_preemptions", "Requests that gave up their slot.")
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCY)
+        self._itl = histogram("inter_token_latency_seconds", "Gap between successive tokens of a request.", _ITL)
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
+        self._queue = histogram("request_queue_time_seconds", "Arrival to first scheduling.", _LATENCY)
+        self._iteration = histogram("iteration_tokens_total", "Tokens computed in an iteration.", _TOKENS)
+        self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of finished requests.", _TOKENS)
+        self._output_length = histogram("request_generation_tokens", "Output tokens of finished requests.", _TOKENS)
+        self._success = Counter(
+            "jaxserve:request_success",
+            "Ended requests by reason.",
+            [*self._labels, "finished_reason"],
+            registry=self.registry,
+        )
+        self._rejected = Counter(
+            "jaxserve:requests_rejected", "Refused requests by reason.", [*self._labels, "reason"], registry=self.registry
+        )
+        self._compiles = counter("compiles", "Compilations of the process; constant after warm-up.")
+        self._counted_compiles = 0
+        for reason in FinishReason:
+            self._success.labels(**self._labels, finished_reason=reason.value)
+        for reason in REJECT_REASONS:
+            self._rejected.labels(**self._labels, reason=reason)
+
+    def load(self, *, running: int, waiting: int, kv_usage: float) -> None:
+        """Sets the gauges."""
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._kv_usage.set(kv_usage)
+
+    def queue_time(self, seconds: float) -> None:
+        """A request was scheduled for the first time."""
+        self._queue.observe(max(seconds, 0.0))
+
+    def token(self, state: RequestState, now: float) -> None:
+        """A token is about to be delivered to `state`."""
+        self._generation_tokens.inc()
+        if state.last_token_at is None:
+            self._ttft.observe(max(now - state.metrics.arrived_at, 0.0))
+            self._prompt_tokens.inc(state.request.num_prompt_tokens)
+        else:
+            self._itl.observe(max(now - state.last_token_at, 0.0))
+
+    def finished(self, state: RequestState, reason: str) -> None:
+        """A request ended, for whatever reason."""
+        self._success.labels(**self._labels, finished_reason=str(reason)).inc()
+        self._prompt_length.observe(state.request.num_prompt_tokens)
+        self._output_length.observe(state.num_output_tokens)
+        if state.metrics.finished_at is not None:
+            self._e2e.observe(max(state.metrics.finished_at - state.metrics.arrived_at, 0.0))
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused at submit."""
+        self._rejected.labels(**self._labels, reason=reason).inc()
+
+    def preempted(self, count: int) -> None:
+        """Requests gave up their slots."""
+        self._preemptions.inc(count)
+
+    def iteration(self, tokens: int) -> None:
+        """A step ran."""
+        self._iteration.observe(tokens)
+
+    def set_compiles(self, count: int) -> None:
+        """Compilations of the process so far."""
+        self._compiles.inc(count - self._counted_compiles)
+        self._counted_compiles = count
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"jaxserve:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"jaxserve:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"jaxserve:{name}", text, list(self._labels), buckets=buckets, registry=self.registry
+        ).labels(**self._labels)

@@ -1,0 +1,170 @@
+"""Per-request output state: token events become text deltas, stop strings and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxserve.core import Logprob, Request, RequestMetrics
+from jaxserve.runtime import RowScores, StepOutput
+from jaxserve.scheduler.plan import PrefillChunk, TokenEvent
+from jaxserve.text import IncrementalDetokenizer, StopChecker, Tokenizer
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What one iteration added to one choice.
+
+    Attributes:
+      index: choice number.
+      text: new text; may be empty while characters or a possible stop string are held back.
+      token_ids: new tokens.
+      logprobs: one dict per new token, when asked.
+      finish_reason: set on the last delta.
+      stop_reason: the stop string or stop id that ended it; None for EOS.
+      prompt_logprobs: on choice 0's first delta, when asked; entry 0 is None.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def merge(self, later: OutputDelta) -> None:
+        """Appends `later`, which follows this one."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + later.logprobs
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
+
+
+class RequestState:
+    """One live request's output side.
+
+    Args:
+      request: what runs.
+      index: its choice number.
+      tokenizer: for text; None leaves texts empty.
+      sink: receives each delta.
+      now: arrival, engine clock.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        tokenizer: Tokenizer | None,
+        sink: Callable[[OutputDelta], None],
+        now: float,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.metrics = RequestMetrics(arrived_at=now)
+        self.last_token_at: float | None = None
+        self.num_output_tokens = 0
+        self._sink = sink
+        self._tokenizer = tokenizer
+        params = request.params
+        self._detokenizer = (
+            IncrementalDetokenizer(
+                tokenizer, list(request.prompt_token_ids), skip_special_tokens=params.skip_special_tokens
+            )
+            if tokenizer
+            else None
+        )
+        self._stops = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+            [None] if params.prompt_logprobs is not None and index == 0 else None
+        )
+
+    def take_prompt_scores(self, chunk: PrefillChunk, first: int, output: StepOutput) -> None:
+        """Keeps the scores of a chunk whose tokens begin at flat prefill position `first`."""
+        if self._prompt_logprobs is None:
+            return
+        # A recomputed chunk scores what is known already; positions past the prompt have no target.
+        known = len(self._prompt_logprobs) - 1
+        skip = max(0, known - chunk.start)
+        last = min(chunk.start + len(chunk.token_ids), self.request.num_prompt_tokens - 1)
+        count = last - chunk.start - skip
+        if count <= 0:
+            return
+        k = self.request.params.prompt_logprobs or 0
+        targets = self.request.prompt_token_ids[chunk.start + skip + 1 :]
+        scores = output.prompt_scores(first + skip, count)
+        self._prompt_logprobs += [self._entry(t, s, k) for t, s in zip(targets, scores, strict=False)]
+
+    def take_event(self, event: TokenEvent, output: StepOutput | None, now: float) -> str | None:
+        """Delivers one event.
+
+        Returns:
+          The stop string that ended the request, when one did: the scheduler does not know yet.
+        """
+        delta = OutputDelta(self.index, finish_reason=event.finish_reason)
+        stopped = None
+        if event.token_id is not None:
+            stopped = self._take_token(event, event.token_id, output, delta, now)
+        if self._prompt_logprobs is not None and (event.token_id is not None or delta.finish_reason):
+            delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        if delta.finish_reason is not None:
+            if stopped is None:
+                delta.text += self._rest(delta)
+            self.metrics.finished_at = now
+        self._sink(delta)
+        return stopped
+
+    def _take_token(
+        self, event: TokenEvent, token_id: int, output: StepOutput | None, delta: OutputDelta, now: float
+    ) -> str | None:
+        params = self.request.params
+        self.num_output_tokens += 1
+        delta.token_ids.append(token_id)
+        if self.metrics.first_token_at is None:
+            self.metrics.first_token_at = now
+        self.last_token_at = now
+        if params.logprobs is not None and output is not None:
+            delta.logprobs = [self._entry(token_id, output.scores(event.source, event.row), params.logprobs)]
+        if event.stop_token_id is not None and event.stop_token_id not in self.request.eos_token_ids:
+            delta.stop_reason = event.stop_token_id
+        if self._detokenizer is None:
+            return None
+        hidden = event.stop_token_id is not None and not params.include_stop_str_in_output
+        text = "" if hidden else self._detokenizer.add(token_id)
+        # Up to min_tokens stop strings are not looked for; one that began there is not seen later.
+        if self._stops is None or self.num_output_tokens < params.min_tokens:
+            delta.text = text
+            return None
+        delta.text, stopped = self._stops.feed(text)
+        if stopped is not None:
+            delta.finish_reason, delta.stop_reason = "stop", stopped
+        return stopped
+
+    def _rest(self, delta: OutputDelta) -> str:
+        """Held-back text at the end; it may still complete a stop string."""
+        if self._detokenizer is None:
+            return ""
+        rest = self._detokenizer.flush()
+        if self._stops is None or self.num_output_tokens < self.request.params.min_tokens:
+            return rest
+        text, stopped = self._stops.feed(rest)
+        if stopped is not None:
+            delta.finish_reason, delta.stop_reason = "stop", stopped
+            return text
+        return text + self._stops.flush()
+
+    def _entry(self, token_id: int, scores: RowScores, count: int) -> dict[int, Logprob]:
+        """The token first, then the `count` likeliest, best first."""
+        entry = {token_id: Logprob(scores.logprob, scores.rank, self._text(token_id))}
+        for rank, (other, logprob) in enumerate(scores.top[:count], start=1):
+            if other != token_id:
+                entry[other] = Logprob(logprob, rank, self._text(other))
+        return entry
+
+    def _text(self, token_id: int) -> str | None:
+        return self._tokenizer.token_text(token_id) if self._tokenizer else None

@@ -1,0 +1,96 @@
+"""Checks a request against the model, and turns it into the scheduler's `Request`s.
+
+`SamplingParams` has checked what it can alone; here are the rules that need the vocabulary and the
+context length. Every message names field, rule and value.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxserve.core import Priority, Request, SamplingParams, choice_seed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request is checked against.
+
+    Attributes:
+      vocab_size: ids are 0 .. vocab_size - 1.
+      max_model_len: most prompt and output tokens together.
+      eos_token_ids: ids that end an output.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ValueError unless all are integers of the vocabulary."""
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ValueError(f"{name} must be integers; got {token_id!r}")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name} has id {token_id}; the vocabulary's ids are 0 to {vocab_size - 1}")
+
+
+def make_requests(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    limits: ModelLimits,
+    *,
+    request_id: str,
+    priority: int = Priority.NORMAL,
+    deadline_at: float | None = None,
+) -> list[Request]:
+    """`params.n` requests for one prompt; a lone one keeps `request_id`, others get `request_id#i`.
+
+    Raises:
+      ValueError: the prompt is empty or too long, an id is not in the vocabulary, prompt and
+        `max_tokens` exceed the context together, or `priority` is out of range.
+    """
+    if not prompt_token_ids:
+        raise ValueError("prompt has no tokens; it must have at least 1")
+    length = len(prompt_token_ids)
+    max_tokens = _granted_tokens(length, params.max_tokens, limits.max_model_len)
+    if params.min_tokens > max_tokens:
+        raise ValueError(f"min_tokens is {params.min_tokens}; only {max_tokens} output tokens fit")
+    check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
+    check_token_ids("logit_bias", list(params.logit_bias), limits.vocab_size)
+    check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority must be an integer; got {priority!r}")
+    if not Priority.MIN <= priority <= Priority.MAX:
+        raise ValueError(f"priority is {priority}; it must be in [{Priority.MIN}, {Priority.MAX}]")
+    seed = params.seed if params.seed is not None else secrets.randbits(64)
+    return [
+        Request(
+            request_id=request_id if params.n == 1 else f"{request_id}#{index}",
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=params,
+            eos_token_ids=limits.eos_token_ids,
+            max_tokens=max_tokens,
+            seed=choice_seed(seed, index),
+            priority=priority,
+            deadline_at=deadline_at,
+        )
+        for index in range(params.n)
+    ]
+
+
+def _granted_tokens(length: int, max_tokens: int | None, max_model_len: int) -> int:
+    if length > max_model_len or (length == max_model_len and max_tokens != 0):
+        raise ValueError(
+            f"prompt has {length} tokens; the limit is {max_model_len} (max_model_len), output included"
+        )
+    if max_tokens is None:
+        return max_model_len - length
+    if length + max_tokens > max_model_len:
+        raise ValueError(
+            f"prompt has {length} tokens and max_tokens is {max_tokens}; together they must be at most"
+            f" {max_model_len} (max_model_len)"
+        )
+    return max_tokens
