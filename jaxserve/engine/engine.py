@@ -1,7 +1,8 @@
 """Engine: one model, one scheduler, one runner, stepped by its owner.
 
     plan = scheduler.schedule(now)
-    handle = runner.dispatch(plan)
+    prepared = runner.prepare(plan)
+    handle = runner.dispatch(prepared)
     output = runner.collect(handle)
     events = scheduler.update(plan, output.result, now)
 
@@ -165,7 +166,8 @@ class Engine:
                 self._observe_load()
                 return False
             self._mark_scheduled(plan, now)
-            handle = self.runner.dispatch(plan, self._request_of, self._outputs_of)
+            prepared = self.runner.prepare(plan, self._request_of, self._outputs_of)
+        handle = self.runner.dispatch(prepared)
         dispatched = time.perf_counter()
         output = self.runner.collect(handle)
         collected = time.perf_counter()

@@ -1,13 +1,11 @@
 """ModelRunner: owns the device side of one engine and runs plans on it.
 
-`dispatch` packs a plan, sends two blobs and starts the step; it does not wait. `collect` waits for the
-sampled tokens of a dispatched step. Between the two the host is free. Pool and slot state never leave
-the device.
+`prepare` packs a plan on the host. `dispatch` sends its two blobs and starts the step; `collect` waits for
+the sampled tokens. Between the two the host is free. Pool and slot state never leave the device.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +20,10 @@ from jaxserve.models import ModelConfig
 from jaxserve.runtime.kv_pool import bytes_per_page, make_pool
 from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, make_plan
 from jaxserve.runtime.programs import ProgramTable, Progress
-from jaxserve.runtime.slot_state import slot_row
+from jaxserve.runtime.slot_state import SlotRow, slot_row
 from jaxserve.runtime.steps import StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
-from jaxserve.tables import Bucket, BucketTable, TableBuilder
+from jaxserve.tables import Bucket, BucketTable, StepTables, TableBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,15 @@ class RowScores:
     top: list[tuple[int, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A packed plan: its tables, and the dense rows of requests that took a slot and edit logits."""
+
+    plan: StepPlan
+    slot_rows: list[tuple[int, SlotRow]]
+    tables: StepTables
+
+
 @dataclass(slots=True)
 class StepHandle:
     """A dispatched step: its plan, its bucket and the arrays to come."""
@@ -49,7 +56,6 @@ class StepHandle:
     plan: StepPlan
     bucket: Bucket
     outputs: StepOutputs
-    dispatched_at: float
 
 
 @dataclass(slots=True)
@@ -138,28 +144,39 @@ class ModelRunner:
             outputs = self._run(bucket, *self._send_empty(bucket))
             jax.block_until_ready(outputs)
         request = Request("warm-up", (0,))
-        self._place(self.scheduler_config.max_num_seqs, request, [], -1)
+        self._place(self.scheduler_config.max_num_seqs, slot_row(request, [], -1, self._model_config.vocab_size))
 
-    def dispatch(
+    def prepare(
         self,
         plan: StepPlan,
         request_of: Callable[[str], Request],
         outputs_of: Callable[[str], list[int]],
-    ) -> StepHandle:
-        """Starts a step and returns at once.
+    ) -> PreparedStep:
+        """Packs a plan; host work only.
 
         Args:
           plan: not empty.
           request_of, outputs_of: the live request of an id, and the tokens it has sampled so far.
+
+        Raises:
+          MissingBucketError: no compiled shape holds the plan.
         """
+        rows = []
         for placement in plan.placements:
             request = request_of(placement.request_id)
             if request.params.edits_logits or placement.last_token_id >= 0:
-                self._place(placement.slot, request, outputs_of(placement.request_id), placement.last_token_id)
-        tables = self._builder.build(plan, request_of)
+                outputs = outputs_of(placement.request_id)
+                row = slot_row(request, outputs, placement.last_token_id, self._model_config.vocab_size)
+                rows.append((placement.slot, row))
+        return PreparedStep(plan, rows, self._builder.build(plan, request_of))
+
+    def dispatch(self, prepared: PreparedStep) -> StepHandle:
+        """Sends the tables and starts the step; does not wait for it."""
+        for slot, row in prepared.slot_rows:
+            self._place(slot, row)
+        tables = prepared.tables
         blobs = jax.device_put((tables.ints, tables.floats), self._replicated)
-        outputs = self._run(tables.bucket, *blobs)
-        return StepHandle(plan, tables.bucket, outputs, time.monotonic())
+        return StepHandle(prepared.plan, tables.bucket, self._run(tables.bucket, *blobs))
 
     def collect(self, handle: StepHandle) -> StepOutput:
         """Waits for a step's tokens: the one host sync of an iteration."""
@@ -180,8 +197,7 @@ class ModelRunner:
         tables = self._builder.empty(bucket)
         return jax.device_put((tables.ints, tables.floats), self._replicated)
 
-    def _place(self, slot: int, request: Request, output_token_ids: list[int], last_token_id: int) -> None:
-        row = slot_row(request, output_token_ids, last_token_id, self._model_config.vocab_size)
+    def _place(self, slot: int, row: SlotRow) -> None:
         where, row = jax.device_put((np.asarray(slot, np.int32), row), self._replicated)
         self._state = self._programs.place(self._state, where, row)
 

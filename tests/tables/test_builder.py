@@ -1,0 +1,106 @@
+"""Slot tables: what a plan looks like once padded."""
+
+import numpy as np
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.core import Request, SamplingParams
+from jaxserve.scheduler.plan import DecodeRow, PageUpdate, Placement, PrefillChunk, StepPlan
+from jaxserve.tables import BucketTable, TableBuilder
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS
+
+CONFIG = SchedulerConfig(
+    max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=8, page_size=4, max_model_len=32, max_prefill_seqs=2
+)
+SCRATCH = 4
+
+
+def build(plan, requests):
+    builder = TableBuilder(CONFIG, BucketTable(CONFIG, decode=(2,), widths=(2, 4)))
+    tables = builder.build(plan, requests.__getitem__)
+    return tables.bucket, builder.layout(tables.bucket).unpack(tables.ints, tables.floats)
+
+
+def test_decode_and_prefill_rows_with_padding():
+    requests = {
+        "a": Request("a", tuple(range(10, 19)), SamplingParams(temperature=0.5, top_k=3), seed=(7 << 32) | 5),
+        "b": Request("b", tuple(range(20, 27)), SamplingParams(temperature=0, prompt_logprobs=0)),
+    }
+    plan = StepPlan(
+        iteration=3,
+        decode=(DecodeRow("a", 2, 9),),
+        prefill=(PrefillChunk("b", 0, 2, (22, 23, 24, 25, 26), emits=True),),
+        placements=(Placement("a", 2, 1, 7), Placement("b", 0, 0, -1)),
+        pages=(PageUpdate(2, 0, (5, 6, 7)), PageUpdate(0, 0, (1, 9))),
+    )
+    bucket, fields = build(plan, requests)
+    assert (bucket.decode_rows, bucket.prefill_tokens, bucket.prefill_rows, bucket.table_width) == (4, 16, 2, 4)
+    np.testing.assert_array_equal(fields["decode_position"], [9, -1, -1, -1])
+    np.testing.assert_array_equal(fields["decode_slot"], [2, SCRATCH, SCRATCH, SCRATCH])
+    np.testing.assert_array_equal(fields["decode_pages"][0], [5, 6, 7, 0])
+    assert not fields["decode_pages"][1:].any()
+    np.testing.assert_array_equal(fields["prefill_tokens"], [22, 23, 24, 25, 26] + [0] * 11)
+    np.testing.assert_array_equal(fields["prefill_position"][:5], [2, 3, 4, 5, 6])
+    np.testing.assert_array_equal(fields["prefill_target"][:6], [23, 24, 25, 26, -1, -1])
+    np.testing.assert_array_equal(fields["prefill_starts"], [0, 5, 5])
+    np.testing.assert_array_equal(fields["prefill_context"], [7, 0])
+    np.testing.assert_array_equal(fields["prefill_pages"][0], [1, 9, 0, 0])
+    np.testing.assert_array_equal(fields["slot"], [2, SCRATCH, SCRATCH, SCRATCH, 0, SCRATCH])
+    np.testing.assert_array_equal(fields["sample_position"][[0, 4]], [10, 7])
+    np.testing.assert_array_equal(fields["temperature"], [0.5, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(fields["top_k"], [3, 0, 0, 0, 0, 0])
+    assert fields["seed_high"][0] == 7 and fields["seed_low"][0] == 5
+    np.testing.assert_array_equal(
+        fields["flags"], [FLAG_LIVE, 0, 0, 0, FLAG_LIVE | FLAG_PROMPT_LOGPROBS, 0]
+    )
+
+
+def test_a_chunk_short_of_the_prompts_end_samples_nothing():
+    requests = {"a": Request("a", tuple(range(9)))}
+    plan = StepPlan(
+        iteration=0,
+        prefill=(PrefillChunk("a", 1, 0, (0, 1, 2), emits=False),),
+        placements=(Placement("a", 1, 0, -1),),
+        pages=(PageUpdate(1, 0, (3,)),),
+    )
+    bucket, fields = build(plan, requests)
+    assert bucket.decode_rows == 0 and bucket.table_width == 2
+    np.testing.assert_array_equal(fields["slot"], [SCRATCH, SCRATCH])
+    assert not fields["flags"].any()
+
+
+def test_two_chunks_lie_end_to_end():
+    requests = {name: Request(name, tuple(range(9))) for name in "ab"}
+    plan = StepPlan(
+        iteration=0,
+        prefill=(
+            PrefillChunk("a", 0, 4, (4, 5), emits=False),
+            PrefillChunk("b", 1, 0, (0, 1, 2), emits=False),
+        ),
+        placements=(Placement("a", 0, 0, -1), Placement("b", 1, 0, -1)),
+    )
+    _, fields = build(plan, requests)
+    np.testing.assert_array_equal(fields["prefill_position"][:5], [4, 5, 0, 1, 2])
+    np.testing.assert_array_equal(fields["prefill_row"][:5], [0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(fields["prefill_starts"], [0, 2, 5])
+    np.testing.assert_array_equal(fields["prefill_context"], [6, 3])
+
+
+def test_stop_ids_are_held_off_until_min_tokens_are_out():
+    request = Request("a", (1, 2, 3), SamplingParams(min_tokens=2, max_tokens=9))
+    held = []
+    for position in (3, 4, 5):
+        plan = StepPlan(
+            iteration=0, decode=(DecodeRow("a", 0, position - 1),), placements=(Placement("a", 0, 0, -1),)
+        )
+        _, fields = build(plan, {"a": request})
+        assert fields["flags"][0] & FLAG_EDITS
+        held.append(bool(fields["flags"][0] & FLAG_HOLD_STOPS))
+    # Output 0 has write index 3, output 1 has 4; output 2 (index 5) may be a stop id.
+    assert held == [True, True, False]
+
+
+def test_the_whole_64_bit_seed_reaches_the_key_words():
+    request = Request("a", (1,), seed=2**64 - 1)
+    plan = StepPlan(iteration=0, decode=(DecodeRow("a", 0, 1),), placements=(Placement("a", 0, 0, -1),))
+    _, fields = build(plan, {"a": request})
+    assert fields["seed_high"].view(np.uint32)[0] == fields["seed_low"].view(np.uint32)[0] == 0xFFFFFFFF
