@@ -1,0 +1,24 @@
+"""Models: configuration, weight table, flax modules, rotary embedding, sharding rules."""
+
+from jaxserve.models.config import ModelConfig, RopeConfig
+from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
+from jaxserve.models.sharding import param_shardings
+from jaxserve.models.transformer import abstract_params, forward, init_params, stack_layers, unembed
+from jaxserve.models.weights import Weight, ignorable, make_params, weights
+
+__all__ = [
+    "SUPPORTED_ARCHITECTURES",
+    "ModelConfig",
+    "RopeConfig",
+    "Weight",
+    "abstract_params",
+    "forward",
+    "ignorable",
+    "init_params",
+    "make_params",
+    "model_config_from_hf",
+    "param_shardings",
+    "stack_layers",
+    "unembed",
+    "weights",
+]

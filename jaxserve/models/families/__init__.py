@@ -1,0 +1,1 @@
+"""One file per model family: how its config.json becomes a ModelConfig."""

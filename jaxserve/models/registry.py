@@ -1,0 +1,37 @@
+"""From a checkpoint's config.json to a ModelConfig, by architecture name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.core import UnsupportedModelError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.families import llama, mistral
+
+_FAMILIES = (llama, mistral)
+_BY_NAME = {name: family for family in _FAMILIES for name in (family.ARCHITECTURE, family.MODEL_TYPE)}
+
+SUPPORTED_ARCHITECTURES = tuple(family.ARCHITECTURE for family in _FAMILIES)
+
+
+def model_config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Reads a config.json.
+
+    Args:
+      hf: the parsed file; `architectures` decides, or `model_type` where it is missing.
+
+    Raises:
+      UnsupportedModelError: the architecture, its rope scaling, its activation or its quantisation is
+        not supported, or a needed field is missing.
+    """
+    names = list(hf.get("architectures") or [])
+    if not names and hf.get("model_type"):
+        names = [hf["model_type"]]
+    for name in names:
+        if name in _BY_NAME:
+            return _BY_NAME[name].config_from_hf(hf)
+    raise UnsupportedModelError(
+        f"architecture {', '.join(map(str, names)) or '(none given)'} is not supported;"
+        f" supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )

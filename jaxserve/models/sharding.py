@@ -1,0 +1,64 @@
+"""Sharding: one table from logical axis to mesh axis, for parameters and activations alike.
+
+Attention is split by heads, the MLP by its inner width, embedding and output projection by
+vocabulary. What does not divide is replicated: correct everywhere, faster where it divides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.weights import make_params
+
+MESH_AXIS_OF: dict[str, str | None] = {
+    "batch": "data",
+    "vocab": "model",
+    "heads": "model",
+    "kv_heads": "model",
+    "mlp": "model",
+    "embed": None,
+}
+
+
+def partition_spec(config: ModelConfig, axes: tuple[str | None, ...], mesh: Mesh) -> PartitionSpec:
+    """The PartitionSpec of an array whose dimensions are the logical `axes`.
+
+    A flattened `heads * head_dim` dimension counts as `heads`: a head is never cut.
+    """
+    return PartitionSpec(*(_mesh_axis(config, axis, mesh) for axis in axes))
+
+
+def param_shardings(config: ModelConfig, mesh: Mesh, *, stacked: bool = False) -> dict[str, Any]:
+    """A NamedSharding for every parameter.
+
+    Args:
+      mesh: with an axis "model".
+      stacked: for layers stacked to `[L, ...]` instead of a list.
+
+    Returns:
+      A tree of the parameters' shape.
+    """
+    tree = make_params(config, lambda weight: NamedSharding(mesh, partition_spec(config, weight.axes, mesh)))
+    if stacked:
+        tree["layers"] = jax.tree.map(
+            lambda sharding: NamedSharding(mesh, PartitionSpec(None, *sharding.spec)), tree["layers"][0]
+        )
+    return tree
+
+
+def _mesh_axis(config: ModelConfig, axis: str | None, mesh: Mesh) -> str | None:
+    mesh_axis = MESH_AXIS_OF[axis] if axis is not None else None
+    if mesh_axis is None:
+        return None
+    sizes = {
+        "vocab": config.vocab_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "mlp": config.intermediate_size,
+    }
+    count = sizes.get(axis or "")
+    return mesh_axis if count is None or count % mesh.shape[mesh_axis] == 0 else None

@@ -1,0 +1,121 @@
+"""The model as functions of a parameter tree: `forward` over a flat batch of tokens, and `unembed`.
+
+Tokens of any number of sequences lie in one flat batch; which token sees which is decided by the
+caller's `attend`, so the same function serves prefill, decode, both at once and dense checks.
+
+`params["layers"]` is either a list of per-layer dicts (each layer is traced: on CPU a scan would copy
+every layer's weights) or one dict of arrays stacked over layers (one traced layer, `lax.scan` with the
+cache in the carry, where a donated cache stays in place).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.attention import Attend
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder_layer import bind_layer
+from jaxserve.models.linear import matmul
+from jaxserve.models.norm import rms_norm
+from jaxserve.models.rope import rope_tables
+from jaxserve.models.weights import Weight, make_params
+
+Params = dict[str, Any]
+
+
+def forward(
+    config: ModelConfig, params: Params, token_ids: jax.Array, positions: jax.Array, attend: Attend, cache: Any
+) -> tuple[jax.Array, Any]:
+    """Runs all layers.
+
+    Args:
+      config: the model.
+      params: its tree, layers as a list or stacked.
+      token_ids: int32[T]; padding is any valid id.
+      positions: int32[T], write indices.
+      attend: see `jaxserve.models.attention.Attend`.
+      cache: handed through `attend` layer by layer.
+
+    Returns:
+      (hidden [T, d], cache): hidden states before the final norm.
+    """
+    x = params["embed"][token_ids]
+    rope = rope_tables(config.rope, config.head_dim, config.max_position_embeddings, positions)
+    layers = params["layers"]
+    if isinstance(layers, dict):
+        return _scan_layers(config, layers, x, rope, attend, cache)
+    for index, layer_params in enumerate(layers):
+        layer = bind_layer(config, layer_params)
+        x, cache = layer(x, rope, index, attend, cache, config.sliding_windows[index])
+    return x, cache
+
+
+def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    """Logits of hidden states.
+
+    Args:
+      hidden: [N, d] as `forward` returns it.
+
+    Returns:
+      float32[N, V].
+    """
+    x = rms_norm(hidden, params["final_norm"], config.rms_norm_eps)
+    if config.tie_word_embeddings:
+        return matmul(x, params["embed"], transposed=True, out_dtype=jnp.float32)
+    return matmul(x, params["lm_head"], out_dtype=jnp.float32)
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+    """Random parameters: kernels normal with variance 1 / fan-in, norms one, biases zero."""
+
+    def leaf(weight: Weight) -> jax.Array:
+        if len(weight.shape) == 1:
+            return (jnp.zeros if weight.path[-1] == "bias" else jnp.ones)(weight.shape, dtype)
+        nonlocal count
+        count += 1
+        scale = weight.shape[0] ** -0.5 if weight.transpose else weight.shape[1] ** -0.5
+        return (jax.random.normal(jax.random.fold_in(key, count), weight.shape) * scale).astype(dtype)
+
+    count = 0
+    return make_params(config, leaf)
+
+
+def abstract_params(config: ModelConfig, dtype: Any) -> Params:
+    """The tree with a ShapeDtypeStruct at every place."""
+    return make_params(config, lambda weight: jax.ShapeDtypeStruct(weight.shape, dtype))
+
+
+def stack_layers(params: Params) -> Params:
+    """The tree with its list of layers stacked to arrays `[L, ...]`."""
+    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
+
+
+def _scan_layers(
+    config: ModelConfig, layers: Params, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+) -> tuple[jax.Array, Any]:
+    # The body holds one period of the window pattern: a window is static, the layer index is not.
+    period = _window_period(config)
+    groups = config.num_layers // period
+    layers = jax.tree.map(lambda leaf: leaf.reshape(groups, period, *leaf.shape[1:]), layers)
+
+    def body(carry: tuple[jax.Array, Any], group: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Any], None]:
+        x, cache = carry
+        number, group_params = group
+        for offset in range(period):
+            layer = bind_layer(config, jax.tree.map(lambda leaf: leaf[offset], group_params))  # noqa: B023
+            x, cache = layer(x, rope, number * period + offset, attend, cache, config.sliding_windows[offset])
+        return (x, cache), None
+
+    (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(groups, dtype=jnp.int32), layers))
+    return x, cache
+
+
+def _window_period(config: ModelConfig) -> int:
+    windows = config.sliding_windows
+    for period in range(1, config.num_layers):
+        if config.num_layers % period == 0 and windows == windows[:period] * (config.num_layers // period):
+            return period
+    return config.num_layers
