@@ -84,6 +84,7 @@ class EngineConfig:
     Attributes:
       model: `smollm2-135m`, a Hugging Face directory, a .gguf file, an Orbax directory or a hub id.
       tokenizer: directory or tokenizer.json when it is not beside the weights.
+      skip_tokenizer_init: load no tokenizer; prompts must be token ids and texts stay empty.
       served_model_name: name on the API; the model's last path component when None.
       dtype: of weights, activations and KV pages.
       max_model_len: most tokens of a request; the model's own limit when None.
@@ -96,6 +97,7 @@ class EngineConfig:
 
     model: str = "smollm2-135m"
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     served_model_name: str | None = None
     dtype: str = "bfloat16"
     seed: int = 0

@@ -19,6 +19,7 @@ from absl import logging
 from jaxserve.config import EngineConfig
 from jaxserve.core import (
     EngineDeadError,
+    FinishReason,
     NotReadyError,
     Priority,
     RejectedError,
@@ -284,4 +285,6 @@ def _push(stream: RequestStream, left: _Countdown, delta: OutputDelta) -> None:
     # Forgotten first: a client that reads the end may reuse the id at once.
     if delta.finish_reason is not None:
         left.down()
+    if delta.finish_reason == FinishReason.ERROR:
+        stream.fail(RequestFailedError(f"request {stream.request_id} failed inside the server; others go on"))
     stream.push(delta)

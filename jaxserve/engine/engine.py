@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from absl import logging
+
 from jaxserve.config import EngineConfig
 from jaxserve.core import FinishReason, RejectedError, Request
 from jaxserve.engine.metrics import EngineMetrics
@@ -80,7 +82,7 @@ class Engine:
         resolved = resolve_model(config.model, lambda done, total, what: self._progress("weights", done, total, what))
         self.config = config
         self.model_name = config.served_model_name or resolved.served_name
-        self.tokenizer: Tokenizer = load_tokenizer(resolved, config.tokenizer)
+        self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer)
         self._mesh = make_mesh(config.tensor_parallel_size)
         loaded = load_model(
             resolved,
@@ -93,7 +95,9 @@ class Engine:
         self.limits = ModelLimits(
             vocab_size=loaded.config.vocab_size,
             max_model_len=self.max_model_len,
-            eos_token_ids=tuple(sorted({*loaded.config.eos_token_ids, *self.tokenizer.eos_ids})),
+            eos_token_ids=tuple(
+                sorted({*loaded.config.eos_token_ids, *(self._tokenizer.eos_ids if self._tokenizer else ())})
+            ),
         )
         self.runner = ModelRunner(
             loaded.config, _layer_form(loaded.params, config.scan_layers, self._mesh), config, self.max_model_len, self._mesh
@@ -110,6 +114,17 @@ class Engine:
         self.runner.warm_up(lambda done, total, what: self._progress("warm-up", done, total, what))
         self.metrics.set_compiles(COMPILES.count)
         self.ready = True
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+          ValueError: none was loaded.
+        """
+        if self._tokenizer is None:
+            raise ValueError("no tokenizer is loaded (skip_tokenizer_init); give prompts as token ids")
+        return self._tokenizer
 
     @property
     def has_work(self) -> bool:
@@ -131,7 +146,7 @@ class Engine:
                 if rejection.reason in ("never_fits", "duplicate_id"):
                     raise ValueError(rejection.message)
                 raise RejectedError(rejection)
-            self._states[request.request_id] = RequestState(request, index, self.tokenizer, sink, now)
+            self._states[request.request_id] = RequestState(request, index, self._tokenizer, sink, now)
             self._observe_load()
 
     def abort(self, request_id: str, reason: str = FinishReason.ABORT) -> bool:
@@ -217,12 +232,25 @@ class Engine:
                 continue
             if event.token_id is not None:
                 self.metrics.token(state, now)
-            stopped = state.take_event(event, output, now)
-            if stopped is not None and event.finish_reason is None:
-                self.scheduler.abort(event.request_id, now, FinishReason.STOP)
-            if stopped is not None or event.finish_reason is not None:
-                del self._states[event.request_id]
-                self.metrics.finished(state, FinishReason.STOP if stopped is not None else event.finish_reason or "")
+            try:
+                stopped = state.take_event(event, output, now)
+            except Exception:
+                # A fault in one request's text handling ends that request; its neighbours go on.
+                logging.exception("request %s failed", event.request_id)
+                state.fail(now)
+                self._end(state, event, FinishReason.ERROR, now)
+                continue
+            if stopped is not None:
+                self._end(state, event, FinishReason.STOP, now)
+            elif event.finish_reason is not None:
+                self._end(state, event, event.finish_reason, now)
+
+    def _end(self, state: RequestState, event: TokenEvent, reason: str, now: float) -> None:
+        """Forgets a request, telling the scheduler where it does not know of the end."""
+        if event.finish_reason is None:
+            self.scheduler.abort(event.request_id, now, reason)
+        del self._states[event.request_id]
+        self.metrics.finished(state, reason)
 
     def _count(self, plan: StepPlan, output: StepOutput, events: list[TokenEvent]) -> None:
         stats = self.stats

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxserve.core import Logprob, Request, RequestMetrics
+from jaxserve.core import FinishReason, Logprob, Request, RequestMetrics
 from jaxserve.runtime import RowScores, StepOutput
 from jaxserve.scheduler.plan import PrefillChunk, TokenEvent
 from jaxserve.text import IncrementalDetokenizer, StopChecker, Tokenizer
@@ -118,6 +118,11 @@ class RequestState:
             self.metrics.finished_at = now
         self._sink(delta)
         return stopped
+
+    def fail(self, now: float) -> None:
+        """Delivers an end by error."""
+        self.metrics.finished_at = now
+        self._sink(OutputDelta(self.index, finish_reason=FinishReason.ERROR.value))
 
     def _take_token(
         self, event: TokenEvent, token_id: int, output: StepOutput | None, delta: OutputDelta, now: float

@@ -47,8 +47,10 @@ class RequestStream:
         self._error: BaseException | None = None
 
     def push(self, delta: OutputDelta) -> None:
-        """Adds a delta; from any thread."""
+        """Adds a delta, unless the stream has failed; from any thread."""
         with self._lock:
+            if self._error is not None:
+                return
             earlier = self._pending.get(delta.index)
             if earlier is None:
                 self._pending[delta.index] = delta

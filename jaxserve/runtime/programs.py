@@ -98,9 +98,16 @@ class ProgramTable:
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
             return jitted.lower(self._params, pool, self._state, *blobs).compile()
 
-    def workspace_bytes(self, bucket: Bucket, num_pages: int) -> int:
-        """Temporary and output bytes of a bucket's step, from a compilation with a small pool."""
-        return _workspace(self.compile(bucket, num_pages))
+    def workspace_bytes(self, bucket: Bucket, num_pages: int | None) -> int:
+        """Temporary and output bytes of a bucket's step.
+
+        They do not depend on the pool's size, so when that is not known yet a pool of 2 pages stands
+        in; otherwise the program compiled here is the one that will run.
+        """
+        program = self.compile(bucket, num_pages or 2)
+        if num_pages is not None:
+            self._steps[bucket] = program
+        return _workspace(program)
 
     def warm_up(self, buckets: list[Bucket], num_pages: int, pool_bytes: int, progress: Progress | None = None) -> None:
         """Compiles every bucket and the placement program; two at a time, largest first.
@@ -117,13 +124,16 @@ class ProgramTable:
         if progress:
             progress(1, total, "slot placement")
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="compile") as threads:
-            waiting = {threads.submit(self.compile, bucket, num_pages): bucket for bucket in reversed(buckets)}
+            waiting = {threads.submit(self._kept_or_compiled, b, num_pages): b for b in reversed(buckets)}
             for done, future in enumerate(as_completed(waiting), start=2):
                 bucket, program = waiting[future], future.result()
                 _check_in_place(bucket, program, pool_bytes)
                 self._steps[bucket] = program
                 if progress:
                     progress(done, total, bucket.name)
+
+    def _kept_or_compiled(self, bucket: Bucket, num_pages: int) -> Any:
+        return self._steps.get(bucket) or self.compile(bucket, num_pages)
 
     def _abstract_row(self) -> SlotRow:
         return SlotRow(

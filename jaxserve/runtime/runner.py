@@ -146,6 +146,10 @@ class ModelRunner:
         request = Request("warm-up", (0,))
         self._place(self.scheduler_config.max_num_seqs, slot_row(request, [], -1, self._model_config.vocab_size))
 
+    def fill_pool(self, value: float) -> None:
+        """Overwrites every page with `value`: NaN shows a read of what nobody wrote. For tests; compiles."""
+        self._pool = jax.jit(lambda pool: jax.numpy.full_like(pool, value), donate_argnums=0)(self._pool)
+
     def prepare(
         self,
         plan: StepPlan,
@@ -213,7 +217,7 @@ class ModelRunner:
         return make_plan(
             allowed_bytes=int((free + in_use) * config.memory_fraction),
             weights_bytes=weights,
-            workspace_bytes=self._programs.workspace_bytes(self.buckets.all()[-1], num_pages=2),
+            workspace_bytes=self._programs.workspace_bytes(self.buckets.all()[-1], config.num_pages),
             state_bytes=slots * self._model_config.vocab_size * 10,
             page_bytes=page_bytes,
             page_size=config.page_size,

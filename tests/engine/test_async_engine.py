@@ -1,0 +1,249 @@
+"""AsyncEngine: streams, cancellation, death, draining."""
+
+import asyncio
+import threading
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.core import EngineDeadError, NotReadyError, RejectedError, RequestFailedError, SamplingParams
+from jaxserve.engine import AsyncEngine, Engine
+from tests.engine.conftest import greedy
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model_dir):
+    return EngineConfig(
+        model=str(tiny_model_dir),
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        num_pages=40,
+        max_queue_requests=4,
+        decode_buckets=(4,),
+        prefill_buckets=(32,),
+        table_width_buckets=(8,),
+        compile_cache="",
+    )
+
+
+def start(config, **kwargs):
+    engine = AsyncEngine(config, **kwargs)
+    engine.start()
+    return engine
+
+
+async def wait_for(condition, seconds=60.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def engine(config):
+    engine = start(config)
+    asyncio.run(wait_for(lambda: engine.state == "ready"))
+    yield engine
+    engine.shutdown()
+    assert engine.state == "stopped"
+
+
+def idle(engine):
+    scheduler = engine.engine.scheduler
+    return not engine.engine.has_work and scheduler.idle and scheduler.pages_owned == 0
+
+
+def test_a_stream_gives_each_token_once_and_ends(engine):
+    async def main():
+        stream = engine.submit(prompt_token_ids=[1, 2, 3], params=greedy(20))
+        tokens, text, reasons = [], "", []
+        async for delta in stream:
+            tokens += delta.token_ids
+            text += delta.text
+            reasons.append(delta.finish_reason)
+        whole = await engine.submit(prompt_token_ids=[1, 2, 3], params=greedy(20)).collect()
+        assert tokens == whole.outputs[0].token_ids and text == whole.outputs[0].text
+        assert reasons[-1] == "length" and set(reasons[:-1]) <= {None}
+
+    asyncio.run(main())
+
+
+def test_a_slow_reader_gets_everything_merged(engine):
+    async def main():
+        stream = engine.submit(prompt_token_ids=[1, 2, 3], params=greedy(50))
+        await wait_for(lambda: idle(engine))
+        deltas = [delta async for delta in stream]
+        assert len(deltas) == 1 and len(deltas[0].token_ids) == 50 and deltas[0].finish_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_cancelling_frees_everything_and_the_rest_goes_on(engine):
+    async def main():
+        other = engine.submit(prompt_token_ids=[5, 6], params=greedy(60))
+        stream = engine.submit(prompt_token_ids=[1, 2], params=SamplingParams(n=3, max_tokens=100, ignore_eos=True))
+        async for _ in stream:
+            break
+        stream.cancel()
+        stream.cancel()
+        assert not engine.abort(stream.request_id)
+        assert len((await other.collect()).outputs[0].token_ids) == 60
+        await wait_for(lambda: idle(engine), 5)
+
+    asyncio.run(main())
+
+
+def test_a_live_id_is_refused_and_free_again_at_the_end(engine):
+    """ABT-4."""
+
+    async def main():
+        first = engine.submit(prompt_token_ids=[1, 2, 3], params=greedy(40), request_id="same")
+        with pytest.raises(ValueError, match="'same' is live"):
+            engine.submit(prompt_token_ids=[4], params=greedy(4), request_id="same")
+        whole = await first.collect()
+        assert len(whole.outputs[0].token_ids) == 40
+        again = await engine.submit(prompt_token_ids=[1, 2, 3], params=greedy(40), request_id="same").collect()
+        assert again.outputs[0].token_ids == whole.outputs[0].token_ids
+
+    asyncio.run(main())
+
+
+def test_choices_are_queued_all_or_none(engine):
+    async def main():
+        running = [engine.submit(prompt_token_ids=[1], params=greedy(100)) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(RejectedError, match="queue"):
+            engine.submit(prompt_token_ids=[1], params=SamplingParams(n=8, max_tokens=4))
+        waiting = [engine.submit(prompt_token_ids=[1], params=greedy(4)) for _ in range(2)]
+        for stream in running + waiting:
+            await stream.collect()
+        await wait_for(lambda: idle(engine), 5)
+
+    asyncio.run(main())
+
+
+def test_a_deadline_ends_the_request_as_expired(engine):
+    async def main():
+        output = await engine.submit(prompt_token_ids=[1], params=greedy(120), deadline_s=0.01).collect()
+        assert output.outputs[0].finish_reason == "expired"
+        assert len(output.outputs[0].token_ids) < 120
+        await wait_for(lambda: idle(engine), 5)
+
+    asyncio.run(main())
+
+
+def test_gauges_fall_to_zero_and_aborts_are_counted(engine):
+    """OPS-8."""
+
+    def value(name, **labels):
+        labels = {"model_name": engine.model_name, "engine": "0"} | labels
+        return engine.metrics.registry.get_sample_value(f"jaxserve:{name}", labels)
+
+    async def main():
+        before = value("request_success_total", finished_reason="abort")
+        streams = [engine.submit(prompt_token_ids=[1], params=greedy(100)) for _ in range(8)]
+        assert value("num_requests_running") + value("num_requests_waiting") == 8
+        for stream in streams:
+            stream.cancel()
+        await wait_for(lambda: idle(engine), 5)
+        assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
+        assert value("request_success_total", finished_reason="abort") == before + 8
+
+    asyncio.run(main())
+
+
+class FaultyEngine(Engine):
+    """Raises in the step after `fault` is set."""
+
+    fault = threading.Event()
+
+    def step(self):
+        if self.fault.is_set() and self.has_work:
+            raise RuntimeError("injected fault")
+        return super().step()
+
+
+def test_death_reaches_open_streams_and_later_submits(config):
+    """STR-2, OPS-3."""
+
+    async def main():
+        FaultyEngine.fault.clear()
+        engine = start(config, factory=lambda c, p: FaultyEngine(c, progress=p))
+        with pytest.raises(NotReadyError, match="starting"):
+            engine.submit(prompt_token_ids=[1], params=greedy(1))
+        await wait_for(lambda: engine.state == "ready")
+        stream = engine.submit(prompt_token_ids=[1], params=greedy(100))
+        with pytest.raises(EngineDeadError, match="RuntimeError"):
+            async for _ in stream:
+                FaultyEngine.fault.set()
+        assert engine.state == "dead" and isinstance(engine.error, RuntimeError)
+        with pytest.raises(EngineDeadError):
+            engine.submit(prompt_token_ids=[1], params=greedy(1))
+        engine.shutdown()
+        assert engine.state == "dead"
+
+    asyncio.run(main())
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(config):
+    """OPS-4."""
+
+    async def main():
+        engine = start(config)
+        await wait_for(lambda: engine.state == "ready")
+        streams = [engine.submit(prompt_token_ids=[1], params=greedy(30)) for _ in range(3)]
+        draining = asyncio.ensure_future(engine.drain(30))
+        await asyncio.sleep(0)
+        with pytest.raises(RejectedError, match="shutting down") as refused:
+            engine.submit(prompt_token_ids=[1], params=greedy(1))
+        assert refused.value.rejection.reason == "draining"
+        for stream in streams:
+            assert (await stream.collect()).outputs[0].finish_reason == "length"
+        assert await draining
+        engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_past_the_grace_period_what_is_left_fails(config):
+    class Slow(Engine):
+        def step(self):
+            threading.Event().wait(0.02)
+            return super().step()
+
+    async def main():
+        engine = start(config, factory=lambda c, p: Slow(c, progress=p))
+        await wait_for(lambda: engine.state == "ready")
+        stream = engine.submit(prompt_token_ids=[1], params=greedy(100))
+        assert not await engine.drain(0.1)
+        with pytest.raises(RequestFailedError, match="shutting down"):
+            await stream.collect()
+        await wait_for(lambda: idle(engine), 5)
+        engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_fault_in_one_requests_text_ends_only_that_request(engine, monkeypatch):
+    from jaxserve.engine.output_processor import RequestState
+
+    original = RequestState._take_token
+
+    def faulty(self, *args):
+        if self.request.request_id == "bad":
+            raise RuntimeError("injected fault")
+        return original(self, *args)
+
+    monkeypatch.setattr(RequestState, "_take_token", faulty)
+
+    async def main():
+        bad = engine.submit(prompt_token_ids=[1], params=greedy(30), request_id="bad")
+        good = engine.submit(prompt_token_ids=[1], params=greedy(30))
+        with pytest.raises(RequestFailedError, match="bad failed inside the server"):
+            await bad.collect()
+        assert len((await good.collect()).outputs[0].token_ids) == 30
+        await wait_for(lambda: idle(engine), 5)
+
+    asyncio.run(main())
+    assert engine.state == "ready"

@@ -1,0 +1,198 @@
+"""The sampler against distributions computed by hand in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.core import Request, SamplingParams
+from jaxserve.runtime import sampler
+from jaxserve.runtime.slot_state import SlotState, place_row, slot_row
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LIVE
+
+VOCAB = 101
+
+
+def make_state(rows=8):
+    return SlotState(
+        jnp.zeros(rows + 1, jnp.int32),
+        jnp.zeros((rows + 1, VOCAB), jnp.float32),
+        jnp.zeros((rows + 1, VOCAB), jnp.bool_),
+        jnp.zeros((rows + 1, VOCAB), jnp.bool_),
+        jnp.zeros((rows + 1, VOCAB), jnp.int32),
+    )
+
+
+def columns(rows, **overrides):
+    fields = dict(
+        slot=np.arange(rows),
+        flags=np.full(rows, FLAG_LIVE),
+        top_k=np.zeros(rows),
+        seed_high=np.zeros(rows),
+        seed_low=np.arange(rows),
+        sample_position=np.zeros(rows),
+    )
+    floats = dict(
+        temperature=np.ones(rows),
+        top_p=np.ones(rows),
+        min_p=np.zeros(rows),
+        presence_penalty=np.zeros(rows),
+        frequency_penalty=np.zeros(rows),
+        repetition_penalty=np.ones(rows),
+    )
+    for name, value in overrides.items():
+        target = fields if name in fields else floats
+        target[name] = np.broadcast_to(np.asarray(value), (rows,))
+    return {k: jnp.asarray(v, jnp.int32) for k, v in fields.items()} | {
+        k: jnp.asarray(v, jnp.float32) for k, v in floats.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return jax.jit(sampler.sample)
+
+
+def logits(rows, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, VOCAB)) * 2, jnp.float32)
+
+
+def frequencies(sample, row, draws=4000, **settings):
+    """How often each token is drawn from one row of logits, over many seeds."""
+    tokens = sample(
+        jnp.tile(row, (draws, 1)), make_state(), columns(draws, slot=np.zeros(draws), **settings)
+    )
+    return np.bincount(np.asarray(tokens), minlength=VOCAB) / draws
+
+
+def softmax(x):
+    e = np.exp(np.asarray(x, np.float64) - np.max(x))
+    return e / e.sum()
+
+
+def test_temperature_zero_takes_the_likeliest(sample):
+    x = logits(8)
+    np.testing.assert_array_equal(sample(x, make_state(), columns(8, temperature=0)), np.argmax(x, -1))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_draws_follow_the_tempered_distribution(sample, temperature):
+    row = logits(1)[0]
+    expected = softmax(row / temperature)
+    got = frequencies(sample, row, temperature=temperature)
+    assert np.abs(got - expected).sum() < 4 * np.sqrt(expected * (1 - expected) / 4000).sum()
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, VOCAB, 10 * VOCAB])
+def test_top_k_keeps_exactly_the_k_likeliest(sample, k):
+    row = logits(1)[0]
+    kept = set(np.argsort(-np.asarray(row))[:k].tolist())
+    got = frequencies(sample, row, top_k=k, temperature=5.0)
+    drawn = set(np.flatnonzero(got).tolist())
+    assert drawn <= kept
+    if k <= 7:
+        assert drawn == kept
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.3, 0.8, 0.999])
+def test_top_p_keeps_the_smallest_set_that_reaches_p(sample, p):
+    row = logits(1)[0]
+    probabilities = softmax(row)
+    order = np.argsort(-probabilities)
+    count = int(np.searchsorted(np.cumsum(probabilities[order]), p) + 1)
+    drawn = set(np.flatnonzero(frequencies(sample, row, top_p=p)).tolist())
+    kept = set(order[:count].tolist())
+    assert drawn <= kept
+    # Every member likely enough to have been drawn, was.
+    assert {t for t in kept if probabilities[t] / probabilities[order[:count]].sum() > 0.01} <= drawn
+
+
+def test_top_p_one_and_zero_temperature_spread_are_untouched_by_neighbours(sample):
+    x = logits(4)
+    alone = [sample(x[i : i + 1], make_state(), columns(1, seed_low=i, slot=0))[0] for i in range(4)]
+    mixed = sample(
+        x, make_state(), columns(4, top_p=[1, 1, 1, 0.2], top_k=[0, 0, 5, 0], temperature=[1, 1, 0, 1])
+    )
+    assert alone[:2] == list(mixed[:2])
+
+
+def test_min_p_drops_what_is_far_below_the_likeliest(sample):
+    row = logits(1)[0]
+    probabilities = softmax(row)
+    drawn = np.flatnonzero(frequencies(sample, row, min_p=0.2, temperature=1.0))
+    assert (probabilities[drawn] >= 0.2 * probabilities.max() * (1 - 1e-5)).all()
+    assert set(np.flatnonzero(frequencies(sample, row, min_p=1.0)).tolist()) == {int(np.argmax(row))}
+
+
+def test_a_row_depends_on_its_seed_and_position_only(sample):
+    x = jnp.tile(logits(1), (8, 1))
+    settings = dict(seed_low=[1, 1, 1, 2, 2, 3, 3, 3], sample_position=[5, 5, 6, 5, 5, 5, 5, 5])
+    tokens = np.asarray(sample(x, make_state(), columns(8, temperature=4.0, **settings)))
+    assert tokens[0] == tokens[1] and tokens[3] == tokens[4] and tokens[5] == tokens[6] == tokens[7]
+    assert len({tokens[0], tokens[2], tokens[3], tokens[5]}) > 1
+
+
+def test_minus_infinity_logits_are_never_drawn(sample):
+    row = jnp.full(VOCAB, -jnp.inf).at[jnp.array([3, 90])].set(0.0)
+    got = frequencies(sample, row, temperature=1.0)
+    assert set(np.flatnonzero(got).tolist()) == {3, 90}
+    assert abs(got[3] - 0.5) < 0.05
+
+
+def penalised(x, prompt, outputs, params):
+    """The penalties written out, float64."""
+    x = np.asarray(x, np.float64).copy()
+    for token in set(prompt) | set(outputs):
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+    for token in set(outputs):
+        x[token] -= params.frequency_penalty * outputs.count(token) + params.presence_penalty
+    return x
+
+
+def test_penalties_match_the_formulae_and_touch_only_their_row(sample):
+    x = logits(2)
+    top = int(np.argmax(x[0]))
+    prompt, outputs = [top, top, top, 4], [7, 7, 9, int(np.argsort(x[0])[-2])]
+    params = SamplingParams(presence_penalty=1.5, frequency_penalty=0.7, repetition_penalty=1.9)
+    state = place_row(make_state(), 0, slot_row(Request("r", tuple(prompt), params), outputs, -1, VOCAB))
+    fields = columns(
+        2,
+        temperature=0,
+        flags=[FLAG_LIVE | FLAG_EDITS, FLAG_LIVE],
+        presence_penalty=[1.5, 0],
+        frequency_penalty=[0.7, 0],
+        repetition_penalty=[1.9, 1],
+    )
+    tokens = np.asarray(sample(x, state, fields))
+    assert tokens[0] == np.argmax(penalised(x[0], prompt, outputs, params))
+    assert tokens[1] == np.argmax(x[1])
+    edited = sampler._edit(x, state, fields, jnp.array([True, False]))
+    np.testing.assert_allclose(edited[0], penalised(x[0], prompt, outputs, params), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(edited[1], x[1])
+
+
+def test_bias_decides_and_held_stop_ids_lose_even_against_it(sample):
+    x = logits(1)
+    request = Request("r", (1,), SamplingParams(logit_bias={5: 100.0, 6: 99.0}, stop_token_ids=(5,)))
+    state = place_row(make_state(), 0, slot_row(request, [], -1, VOCAB))
+    flags = FLAG_LIVE | FLAG_EDITS
+    assert sample(x, state, columns(1, flags=flags, temperature=0))[0] == 5
+    assert sample(x, state, columns(1, flags=flags | FLAG_HOLD_STOPS, temperature=0))[0] == 6
+    assert sample(x, state, columns(1, flags=flags | FLAG_HOLD_STOPS, temperature=1.0))[0] == 6
+
+
+def test_scores_are_the_raw_distribution():
+    x = logits(3)
+    tokens = jnp.array([0, 50, int(np.argmax(x[2]))])
+    scores = jax.jit(sampler.score)(x, tokens, jnp.array([True, False, False]))
+    expected = np.log([softmax(row) for row in np.asarray(x)])
+    np.testing.assert_allclose(scores.logprob, expected[np.arange(3), tokens], atol=1e-5)
+    assert scores.rank[2] == 1
+    assert scores.rank[0] == 1 + (expected[0] > expected[0, 0]).sum()
+    np.testing.assert_array_equal(scores.top_ids[0], np.argsort(-expected[0])[:20])
+    np.testing.assert_allclose(scores.top_logprobs[0], -np.sort(-expected[0])[:20], atol=1e-5)
+
+
+def test_nobody_asking_for_scores_gives_zeros():
+    scores = jax.jit(sampler.score)(logits(2), jnp.array([1, 2]), jnp.array([False, False]))
+    assert not np.any(scores.logprob) and not np.any(scores.top_ids)
