@@ -173,7 +173,7 @@ def test_penalties_match_the_formulae_and_touch_only_their_row(sample):
 
 def test_bias_decides_and_held_stop_ids_lose_even_against_it(sample):
     x = logits(1)
-    request = Request("r", (1,), SamplingParams(logit_bias={5: 100.0, 6: 99.0}, stop_token_ids=(5,)))
+    request = Request("r", (1,), SamplingParams(logit_bias={5: 100.0, 6: 60.0}, stop_token_ids=(5,)))
     state = place_row(make_state(), 0, slot_row(request, [], -1, VOCAB))
     flags = FLAG_LIVE | FLAG_EDITS
     assert sample(x, state, columns(1, flags=flags, temperature=0))[0] == 5
