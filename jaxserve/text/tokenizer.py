@@ -1,0 +1,237 @@
+"""Tokenizer: text to ids, ids to text, chat messages to ids.
+
+Wraps a `tokenizers` pipeline for encoding. Decoding does not use it: the bytes of every token are worked out
+once, and text is the UTF-8 decoding of their concatenation, so that whole and streamed decoding agree exactly.
+Two families are known: byte-level BPE (GPT-2's byte alphabet) and SentencePiece (`▁` for space, `<0xNN>` bytes).
+Thread-safe: nothing changes after construction.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from jaxserve.core import UnsupportedModelError
+from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
+
+_RELEASE_GIL_CHARS = 1024  # encode() holds the interpreter lock, encode_batch() does not but costs a thread hop
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK = "▁"
+
+
+class Tokenizer:
+    """A model's vocabulary, special tokens and chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        adds_bos: bool | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        """Takes over `backend`.
+
+        Args:
+          backend: a `tokenizers` pipeline whose decoder is byte-level or SentencePiece.
+          bos_id: beginning-of-sequence id, None when the model has none.
+          eos_ids: ids that end a generation, in the model's order.
+          adds_bos: encode() puts BOS in front; None: as the pipeline does.
+          chat_templates: Jinja sources by name; "default" is the chat template.
+          special_tokens: `bos_token`, `eos_token`, ... for templates.
+
+        Raises:
+          UnsupportedModelError: the decoder is of neither known family.
+          ChatTemplateError: a template is not valid Jinja.
+        """
+        self._backend = backend
+        self.bos_id = bos_id
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self._pipeline_adds_bos = bos_id is not None and backend.encode("").ids[:1] == [bos_id]
+        self.adds_bos = bos_id is not None and (self._pipeline_adds_bos if adds_bos is None else adds_bos)
+        sources = dict(chat_templates or {})
+        self.chat_template: str | None = sources.get("default")
+        self._templates = {name: ChatTemplate(text, special_tokens or {}) for name, text in sources.items()}
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._token_bytes, self.strips_first_space = _vocabulary_bytes(backend)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows: all are below this. A model's own vocabulary may be padded beyond it."""
+        return len(self._token_bytes)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; special tokens written out in it are recognised.
+
+        Raises:
+          ValueError: `text` holds a lone surrogate.
+        """
+        try:
+            if len(text) < _RELEASE_GIL_CHARS:
+                ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            else:
+                ids = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise ValueError(_not_text(text)) from error
+        if add_special_tokens and self.adds_bos != self._pipeline_adds_bos:
+            return self._with_bos(ids) if self.adds_bos else self._without_bos(ids)
+        return list(ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+          ValueError: an id is negative.
+        """
+        hidden = self.special_ids if skip_special_tokens else frozenset[int]()
+        data = b"".join(self.token_bytes(token_id) for token_id in ids if token_id not in hidden)
+        if self.strips_first_space:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes a token stands for; b"" for ids of a model's padding beyond the tokenizer's vocabulary.
+
+        Raises:
+          ValueError: the id is negative.
+        """
+        if token_id < 0:
+            raise ValueError(f"token id {token_id} is negative; ids start at 0")
+        return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+
+    def token_text(self, token_id: int) -> str:
+        """A token's own text; U+FFFD stands for bytes that are part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a vocabulary entry as it is written in the vocabulary, e.g. a special token's name."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Messages as the model's chat template writes them.
+
+        Raises:
+          ChatTemplateError: there is no template, or it refused the messages.
+        """
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise ChatTemplateError(
+                "the model has no chat template; use /v1/completions with a prompt in the model's own format"
+            )
+        return template.render(messages, add_generation_prompt, tools, **variables)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Ids of the rendered chat, with exactly one BOS where the template or the tokenizer wants one.
+
+        Raises:
+          ChatTemplateError: see `render_chat`.
+        """
+        text = self.render_chat(messages, add_generation_prompt, tools, **variables)
+        ids = self.encode(text, add_special_tokens=False)
+        return self._with_bos(ids) if self.adds_bos else ids
+
+    def _with_bos(self, ids: Sequence[int]) -> list[int]:
+        assert self.bos_id is not None, "adds_bos needs a bos_id"
+        return list(ids) if list(ids[:1]) == [self.bos_id] else [self.bos_id, *ids]
+
+    def _without_bos(self, ids: Sequence[int]) -> list[int]:
+        return list(ids[1:]) if list(ids[:1]) == [self.bos_id] else list(ids)
+
+
+def _not_text(text: object) -> str:
+    if not isinstance(text, str):
+        return f"text is a {type(text).__name__}; it must be a string"
+    at = next((index for index, character in enumerate(text) if "\ud800" <= character <= "\udfff"), 0)
+    return f"text holds a lone surrogate U+{ord(text[at]):04X} at character {at}; it must be valid Unicode"
+
+
+def _vocabulary_bytes(backend: tokenizers.Tokenizer) -> tuple[list[bytes], bool]:
+    """The bytes of every id, and whether a text's first space is dropped when decoding.
+
+    Raises:
+      UnsupportedModelError: the decoder is neither byte-level nor SentencePiece.
+    """
+    decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
+    steps = _flat(decoder)
+    kinds = [step["type"] for step in steps]
+    added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    if "ByteLevel" in kinds:
+        alphabet = byte_alphabet()
+        for token, token_id in vocabulary.items():
+            table[token_id] = _byte_level_bytes(token, alphabet)
+        strips = False
+    elif _is_sentencepiece(steps):
+        bytes_known = "ByteFallback" in kinds
+        for token, token_id in vocabulary.items():
+            byte = _BYTE_TOKEN.fullmatch(token) if bytes_known else None
+            table[token_id] = (
+                bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE_MARK, " ").encode("utf-8", "replace")
+            )
+        strips = any(
+            (step["type"] == "Strip" and step.get("start", 0) > 0)
+            or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+            for step in steps
+        )
+    else:
+        raise UnsupportedModelError(
+            f"the tokenizer's decoder is {kinds or None}; supported are byte-level BPE (ByteLevel) and"
+            " SentencePiece (Metaspace, or Replace of ▁ with ByteFallback)"
+        )
+    for token_id, content in added.items():
+        table[token_id] = content.encode("utf-8", "replace")
+    return table, strips
+
+
+def _flat(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [step for part in decoder["decoders"] for step in _flat(part)]
+    return [decoder]
+
+
+def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
+    return any(
+        step["type"] == "Metaspace"
+        or (step["type"] == "Replace" and step.get("pattern", {}).get("String") == _SPACE_MARK)
+        for step in steps
+    )
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: the printable character that stands for each byte in a byte-level vocabulary."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+def _byte_level_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
+    try:
+        return bytes(alphabet[character] for character in token)
+    except KeyError:  # added tokens may be plain text
+        return token.encode("utf-8", "replace")
