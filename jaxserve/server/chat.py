@@ -1,0 +1,127 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.core import RequestOutput
+from jaxserve.server.engine_api import StreamApi
+from jaxserve.server.errors import stream_error, unfinished_error
+from jaxserve.server.json_body import JsonResponse
+from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.server.messages import normalize_messages
+from jaxserve.server.schema import ChatRequest
+from jaxserve.server.service import GenerationService, new_request_id
+from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage
+from jaxserve.server.streaming import EventStreamResponse, collect_all
+
+
+async def create_chat_completion(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
+    """Answers one request; raises what `to_api_error` maps."""
+    spec = ChatRequest.parse(body)
+    service.check_ready(spec.model)
+    messages = normalize_messages(spec.messages)
+    add_prompt = spec.add_generation_prompt is not False
+    prompt = await service.encode_chat(messages, add_prompt, **(spec.chat_template_kwargs or {}))
+    logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
+    params = spec.sampling_params(max_tokens=spec.max_tokens, logprobs=logprobs)
+    request_id = spec.request_id or new_request_id("chatcmpl")
+    streams = service.submit([prompt], lambda _: params, request_id, spec.priority_value, spec.deadline_s)
+    answer = _Answer(service, spec, request_id, streams[0])
+    headers = {"X-Request-Id": request_id}
+    if spec.stream:
+        return EventStreamResponse(answer.events(), streams, headers)
+    return JsonResponse(answer.whole(await collect_all(request, streams)), headers=headers)
+
+
+class _Answer:
+    """Renders one chat's outputs."""
+
+    def __init__(self, service: GenerationService, spec: ChatRequest, request_id: str, stream: StreamApi) -> None:
+        self._engine = service.engine
+        self._spec = spec
+        self._stream = stream
+        self._head = {"id": request_id, "created": int(time.time()), "model": self._engine.model_name}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response of a request without `stream`."""
+        output = outputs[0]
+        choices = []
+        for choice in output.outputs:
+            error = unfinished_error(choice.finish_reason, self._engine.state)
+            if error is not None:
+                raise error
+            logprobs = None
+            if self._spec.logprobs:
+                top = self._spec.top_logprobs or 0
+                logprobs = chat_logprobs(self._engine.tokenizer, choice.token_ids, choice.logprobs or [], top)
+            entry: dict[str, Any] = {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": logprobs,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            if self._spec.return_token_ids:
+                entry["token_ids"] = choice.token_ids
+            choices.append(entry)
+        completion_tokens = sum(len(choice.token_ids) for choice in output.outputs)
+        answer = self._head | {
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage(len(output.prompt_token_ids), completion_tokens, output.num_cached_tokens),
+        }
+        if self._spec.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self._spec.return_token_ids:
+            answer["prompt_token_ids"] = output.prompt_token_ids
+        return answer
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The server-sent events: per choice a role chunk, deltas and one finish; then usage and `[DONE]`."""
+        spec = self._spec
+        writer = ChunkWriter({"object": "chat.completion.chunk"} | self._head, spec.include_usage)
+        if spec.return_token_ids:
+            writer.extra_first = member("prompt_token_ids", self._stream.prompt_token_ids)
+        begun: set[int] = set()
+        num_tokens = 0
+        try:
+            async for delta in self._stream:
+                error = unfinished_error(delta.finish_reason, self._engine.state)
+                if error is not None:
+                    raise error
+                num_tokens += len(delta.token_ids)
+                if delta.index not in begun:
+                    begun.add(delta.index)
+                    yield writer.chunk(delta.index, _ROLE, more=b',"logprobs":null')
+                shown = spec.logprobs or spec.return_token_ids
+                if not delta.text and not delta.finish_reason and not (shown and delta.token_ids):
+                    continue
+                more = b',"logprobs":null'
+                if spec.logprobs:
+                    top = spec.top_logprobs or 0
+                    entries = chat_logprobs(self._engine.tokenizer, delta.token_ids, delta.logprobs or [], top)
+                    more = member("logprobs", entries)
+                if spec.return_token_ids:
+                    more += member("token_ids", delta.token_ids)
+                payload = b'"delta":{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b'"delta":{}'
+                if delta.finish_reason:
+                    finish = finish_members(delta.finish_reason, delta.stop_reason)
+                    yield writer.chunk(delta.index, payload, finish, more)
+                else:
+                    yield writer.chunk(delta.index, payload, more=more)
+        except Exception as exc:
+            yield error_event(stream_error(exc, self._engine.state))
+            return
+        if spec.include_usage:
+            yield writer.usage_chunk(usage(len(self._stream.prompt_token_ids), num_tokens))
+        yield DONE
+
+
+_ROLE = b'"delta":{"role":"assistant","content":""}'

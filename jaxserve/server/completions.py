@@ -1,0 +1,193 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.core import RequestOutput, SamplingParams
+from jaxserve.server.engine_api import Delta, StreamApi, TokenLogprobs
+from jaxserve.server.errors import stream_error, unfinished_error
+from jaxserve.server.json_body import JsonResponse
+from jaxserve.server.logprobs import CompletionLogprobs, prompt_logprobs
+from jaxserve.server.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from jaxserve.server.service import GenerationService, new_request_id
+from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage
+from jaxserve.server.streaming import EventStreamResponse, collect_all, merge
+
+
+async def create_completion(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
+    """Answers one request; raises what `to_api_error` maps."""
+    spec = CompletionRequest.parse(body)
+    service.check_ready(spec.model)
+    given = spec.prompts()
+    prompts: list[list[int]] = []
+    for prompt in given:
+        add_special = spec.add_special_tokens is not False
+        prompts.append(prompt if isinstance(prompt, list) else await service.encode(prompt, add_special))
+    max_model_len = service.engine.max_model_len
+
+    def params_of(num_prompt_tokens: int) -> SamplingParams:
+        overrides: dict[str, Any] = {"logprobs": spec.logprobs}
+        if spec.max_tokens is None:
+            # At least 1: a prompt without room for a token is the engine's to refuse, naming both lengths.
+            room = max(1, max_model_len - num_prompt_tokens)
+            overrides["max_tokens"] = max(min(DEFAULT_COMPLETION_TOKENS, room), min(spec.min_tokens or 0, room))
+        if spec.echo and spec.logprobs is not None and spec.prompt_logprobs is None:
+            overrides["prompt_logprobs"] = spec.logprobs
+        return spec.sampling_params(**overrides)
+
+    request_id = spec.request_id or new_request_id("cmpl")
+    streams = service.submit(prompts, params_of, request_id, spec.priority_value, spec.deadline_s)
+    answer = _Answer(service, spec, request_id, given, streams)
+    headers = {"X-Request-Id": request_id}
+    if spec.stream:
+        return EventStreamResponse(answer.events(), streams, headers)
+    return JsonResponse(answer.whole(await collect_all(request, streams)), headers=headers)
+
+
+class _Answer:
+    """Renders one request's outputs; choice number = prompt number * n + choice of that prompt."""
+
+    def __init__(
+        self,
+        service: GenerationService,
+        spec: CompletionRequest,
+        request_id: str,
+        given: Sequence[str | list[int]],
+        streams: Sequence[StreamApi],
+    ) -> None:
+        self._engine = service.engine
+        self._spec = spec
+        self._streams = streams
+        self._num_prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
+        self._head = {
+            "id": request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._engine.model_name,
+        }
+        self._echoes = [self._echo_text(prompt) for prompt in given] if spec.echo else [""] * len(given)
+
+    def _echo_text(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._engine.tokenizer.decode(prompt, False)
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response of a request without `stream`."""
+        choices = []
+        for number, output in enumerate(outputs):
+            for choice in output.outputs:
+                error = unfinished_error(choice.finish_reason, self._engine.state)
+                if error is not None:
+                    raise error
+                entry: dict[str, Any] = {
+                    "index": number * self._spec.num_choices + choice.index,
+                    "text": self._echoes[number] + choice.text,
+                    "logprobs": self._logprobs(output, choice.token_ids, choice.logprobs),
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                if self._spec.prompt_logprobs is not None:
+                    entry["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+                if self._spec.return_token_ids:
+                    entry["token_ids"] = choice.token_ids
+                    entry["prompt_token_ids"] = output.prompt_token_ids
+                choices.append(entry)
+        completion_tokens = sum(len(choice.token_ids) for output in outputs for choice in output.outputs)
+        cached = sum(output.num_cached_tokens for output in outputs)
+        return self._head | {"choices": choices, "usage": usage(self._num_prompt_tokens, completion_tokens, cached)}
+
+    def _logprobs(
+        self, output: RequestOutput, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> dict[str, Any] | None:
+        if self._spec.logprobs is None:
+            return None
+        builder = CompletionLogprobs(self._engine.tokenizer)
+        if not self._spec.echo:
+            return builder.add(token_ids, logprobs or [])
+        positions = [*(output.prompt_logprobs or []), *(logprobs or [])]
+        return builder.add([*output.prompt_token_ids, *token_ids], positions)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The server-sent events of a request with `stream`."""
+        spec, n = self._spec, self._spec.num_choices
+        writer = ChunkWriter(self._head, spec.include_usage)
+        builders: dict[int, CompletionLogprobs] = {}
+        num_tokens = 0
+        try:
+            async for number, delta in self._in_echo_order():
+                error = unfinished_error(delta.finish_reason, self._engine.state)
+                if error is not None:
+                    raise error
+                num_tokens += len(delta.token_ids)
+                index = number * n + delta.index
+                token_ids: list[int] = delta.token_ids
+                positions: list[Any] = delta.logprobs or []
+                text = delta.text
+                more = b""
+                first = index not in builders
+                if first:
+                    builders[index] = CompletionLogprobs(self._engine.tokenizer)
+                    text = self._echoes[number] + text
+                    if spec.return_token_ids:
+                        more += member("prompt_token_ids", self._streams[number].prompt_token_ids)
+                    if spec.echo and spec.logprobs is not None:
+                        token_ids = [*self._streams[number].prompt_token_ids, *token_ids]
+                        positions = [*(delta.prompt_logprobs or []), *positions]
+                shown = spec.logprobs is not None or spec.return_token_ids
+                if not text and not delta.finish_reason and not (shown and token_ids):
+                    continue
+                if spec.logprobs is None:
+                    more = b',"logprobs":null' + more
+                else:
+                    more = member("logprobs", builders[index].add(token_ids, positions)) + more
+                if spec.return_token_ids:
+                    more += member("token_ids", delta.token_ids)
+                payload = b'"text":' + orjson.dumps(text)
+                if delta.finish_reason:
+                    yield writer.chunk(index, payload, finish_members(delta.finish_reason, delta.stop_reason), more)
+                else:
+                    yield writer.chunk(index, payload, more=more)
+        except Exception as exc:
+            yield error_event(stream_error(exc, self._engine.state))
+            return
+        if spec.include_usage:
+            yield writer.usage_chunk(usage(self._num_prompt_tokens, num_tokens))
+        yield DONE
+
+    async def _in_echo_order(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Deltas as they come; with echoed logprobs each choice's first delta carries its prompt's.
+
+        The engine gives them with choice 0's first delta only, so a prompt's other choices wait for it.
+        """
+        merged = merge(self._streams)
+        if not (self._spec.echo and self._spec.logprobs is not None):
+            async for item in merged:
+                yield item
+            return
+        scores: dict[int, list[TokenLogprobs | None]] = {}
+        waiting: dict[int, list[Delta]] = {}
+        begun: set[tuple[int, int]] = set()
+
+        def with_scores(number: int, delta: Delta) -> tuple[int, Delta]:
+            if (number, delta.index) not in begun:
+                begun.add((number, delta.index))
+                delta.prompt_logprobs = scores[number]
+            return number, delta
+
+        async for number, delta in merged:
+            if delta.prompt_logprobs is not None:
+                scores[number] = delta.prompt_logprobs
+            if number not in scores and delta.finish_reason is None:
+                waiting.setdefault(number, []).append(delta)
+                continue
+            if number not in scores:  # ended without scores: an abort or expiry, which is reported as it is
+                scores[number] = [None] * len(self._streams[number].prompt_token_ids)
+            for held in waiting.pop(number, ()):
+                yield with_scores(number, held)
+            yield with_scores(number, delta)

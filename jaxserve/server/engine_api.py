@@ -1,0 +1,108 @@
+"""What the fronts need from an engine, as typing protocols.
+
+`jaxserve.engine.AsyncEngine` satisfies them; so do the scripted engines of the tests. Naming the few
+members in use here keeps HTTP and gRPC thin, and free of anything that loads jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
+
+from jaxserve.core import Logprob, RequestOutput, SamplingParams
+
+TokenLogprobs = dict[int, Logprob]
+"""Of one position: the chosen token and the alternatives asked for."""
+
+
+class TokenizerApi(Protocol):
+    """Text to ids and back; see `jaxserve.text.tokenizer`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def encode_chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> list[int]: ...
+
+
+class MetricsApi(Protocol):
+    """The engine's metrics; the fronts only export them."""
+
+    @property
+    def registry(self) -> CollectorRegistry: ...
+
+
+class Delta(Protocol):
+    """What one choice gained since its last delta; see `jaxserve.engine.OutputDelta`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
+
+
+class StreamApi(Protocol):
+    """The deltas of one prompt's choices, for one consumer."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+    def __aiter__(self) -> AsyncIterator[Delta]: ...
+    def cancel(self) -> None: ...
+    async def collect(self) -> RequestOutput: ...
+
+
+class EngineApi(Protocol):
+    """An engine as its fronts see it; `submit`, `abort` and every property return at once."""
+
+    @property
+    def state(self) -> str:
+        """One of "loading", "warming_up", "ready", "draining", "dead"."""
+        ...
+
+    @property
+    def progress(self) -> tuple[int, int, str]:
+        """Steps done, steps in all, and what is being done."""
+        ...
+
+    @property
+    def error(self) -> BaseException | None: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def created(self) -> int: ...
+    @property
+    def tokenizer(self) -> TokenizerApi: ...
+    @property
+    def metrics(self) -> MetricsApi: ...
+    def submit(
+        self,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> StreamApi: ...
+    def abort(self, request_id: str) -> bool: ...
+    async def drain(self, grace_s: float) -> bool: ...
+    def shutdown(self) -> None: ...

@@ -1,0 +1,131 @@
+"""Waiting on engine streams while watching the client: event streams, whole answers, merged streams.
+
+A client that goes away (FIN, half-close or RST) shows as `http.disconnect`; then every choice of its
+request is aborted, at once and whether or not anything was being sent. A slow reader blocks `send`, so
+nothing is queued here for it: the engine merges the deltas it has not taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxserve.core import RequestOutput
+from jaxserve.server.engine_api import Delta, StreamApi
+from jaxserve.server.service import cancel_all
+
+log = logging.getLogger("jaxserve.server")
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before the answer was there."""
+
+
+class EventStreamResponse(Response):
+    """Sends ready-made server-sent events and aborts `streams` when the client goes away.
+
+    Args:
+      events: yields whole events, as `data: {...}\\n\\n`.
+      streams: what the events are made from; cancelled in every case at the end.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[bytes], streams: Sequence[StreamApi], headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | (headers or {}))
+        del self.headers["content-length"]
+        self._events = events
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the response."""
+        sender = asyncio.create_task(self._send_all(send))
+        watcher = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            cancel_all(self._streams)
+            watcher.cancel()
+            sent_all = sender.done()
+            sender.cancel()
+            await asyncio.wait((sender, watcher))
+        if sent_all:
+            sender.result()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def collect_all(request: Request, streams: Sequence[StreamApi]) -> list[RequestOutput]:
+    """The whole outputs, in order.
+
+    Raises:
+      ClientGoneError: after aborting all.
+      EngineDeadError, RequestFailedError: of the first that failed, after aborting the others.
+    """
+    work = asyncio.ensure_future(asyncio.gather(*(stream.collect() for stream in streams)))
+    watcher = asyncio.create_task(_disconnected(request.receive))
+    try:
+        await asyncio.wait((work, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return list(work.result())
+        raise ClientGoneError
+    finally:
+        cancel_all(streams)
+        watcher.cancel()
+        work.cancel()
+        await asyncio.wait((work, watcher))
+
+
+async def merge(streams: Sequence[StreamApi]) -> AsyncIterator[tuple[int, Delta]]:
+    """Deltas of several prompts as they come, each with its prompt's number.
+
+    At most one delta per prompt waits here, so a slow reader holds back the streams themselves.
+    """
+    if len(streams) == 1:
+        async for delta in streams[0]:
+            yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(maxsize=1)
+
+    async def pump(index: int, stream: StreamApi) -> None:
+        try:
+            async for delta in stream:
+                await queue.put((index, delta))
+            await queue.put(None)
+        except Exception as exc:
+            await queue.put(exc)
+
+    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        running = len(pumps)
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.wait(pumps)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Returns once the client's connection is closed."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
