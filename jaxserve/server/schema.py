@@ -304,7 +304,8 @@ def _field_error(field: str, message: str) -> ApiError:
 def _validation_error(exc: ValidationError) -> ApiError:
     """The first fault, in our form; pydantic's own text has links and internals."""
     first = exc.errors(include_url=False, include_context=False)[0]
-    path = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "dict[", "str", "int"))]
+    # Of a union, pydantic names the member that it tried: no part of the path a client wrote.
+    path = [str(part) for part in first["loc"] if part not in ("str", "int", "list[str]")]
     name = ".".join(path) or "request"
     if first["type"] == "missing":
         return _field_error(name, f"{name} is required")

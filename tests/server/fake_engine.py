@@ -1,0 +1,229 @@
+"""An engine whose answers are known in advance, with faults on demand; no jax, no model.
+
+Token ids are bytes. A request's output is `b"abcdefgh..."` from its prompt's last byte on, one token per
+turn of the event loop; `hold` stops all of them, `fail_after` breaks them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from jaxserve.core import (
+    CompletionOutput,
+    EngineDeadError,
+    Logprob,
+    NotReadyError,
+    RejectedError,
+    Rejection,
+    RequestFailedError,
+    RequestOutput,
+    SamplingParams,
+)
+
+VOCAB_SIZE = 257
+EOS_ID = 256
+
+
+class ByteTokenizer:
+    """id = byte; 256 is EOS."""
+
+    vocab_size = VOCAB_SIZE
+    bos_id = None
+    eos_ids = (EOS_ID,)
+    chat_template: str | None = "yes"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b"<eos>"
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> list[int]:
+        if messages[0]["role"] == "system":
+            raise ValueError("the chat template refused the messages: System role not supported")
+        return self.encode("".join(message["content"] + "\n" for message in messages))
+
+
+class FakeMetrics:
+    """One gauge."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        gauge = Gauge("jaxserve:num_requests_running", "x", ["model_name"], registry=self.registry)
+        self.running = gauge.labels(model_name="fake")
+
+
+@dataclass
+class FakeDelta:
+    """As `jaxserve.engine.OutputDelta`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+class FakeStream:
+    """As `jaxserve.engine.RequestStream`."""
+
+    def __init__(self, engine: FakeEngine, request_id: str, ids: list[int], params: SamplingParams) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = ids
+        self.n = params.n
+        self.cancelled = asyncio.Event()
+        self._engine = engine
+        self._params = params
+
+    def cancel(self) -> None:
+        if self._engine.live.pop(self.request_id, None) is not None:
+            self._engine.num_cancelled += 1
+        self._engine.metrics.running.set(len(self._engine.live))
+        self.cancelled.set()
+
+    async def __aiter__(self) -> AsyncIterator[FakeDelta]:
+        max_tokens = 64 if self._params.max_tokens is None else self._params.max_tokens
+        for step in range(max(max_tokens, 1)):
+            for index in range(self.n):
+                yield await self._delta(index, step, max_tokens)
+        self._engine.live.pop(self.request_id, None)
+        self._engine.metrics.running.set(len(self._engine.live))
+
+    async def _delta(self, index: int, step: int, max_tokens: int) -> FakeDelta:
+        engine = self._engine
+        await asyncio.sleep(0)
+        if engine.fail_after is not None and step >= engine.fail_after:
+            raise engine.fault
+        if not engine.hold_off.is_set():
+            waits = [asyncio.create_task(engine.hold_off.wait()), asyncio.create_task(self.cancelled.wait())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in waits:
+                task.cancel()
+        if self.cancelled.is_set():
+            return FakeDelta(index, "", [], None, "abort")
+        if engine.expire_after is not None and step >= engine.expire_after:
+            return FakeDelta(index, "", [], None, "expired")
+        scores = None
+        if self._params.prompt_logprobs is not None and step == 0 and index == 0:
+            scores = [None, *(_scores(i, self._params.prompt_logprobs) for i in self.prompt_token_ids[1:])]
+        if max_tokens == 0:
+            return FakeDelta(index, "", [], None, "length", prompt_logprobs=scores)
+        token_id = output_id(self.prompt_token_ids, index, step)
+        logprobs = None if self._params.logprobs is None else [_scores(token_id, self._params.logprobs)]
+        finish = "length" if step + 1 == max_tokens else None
+        return FakeDelta(index, chr(token_id), [token_id], logprobs, finish, prompt_logprobs=scores)
+
+    async def collect(self) -> RequestOutput:
+        outputs = [CompletionOutput(index) for index in range(self.n)]
+        scores = None
+        async for delta in self:
+            output = outputs[delta.index]
+            output.text += delta.text
+            output.token_ids += delta.token_ids
+            output.finish_reason = delta.finish_reason
+            scores = delta.prompt_logprobs or scores
+            if delta.logprobs is not None:
+                output.logprobs = (output.logprobs or []) + delta.logprobs
+        return RequestOutput(self.request_id, None, self.prompt_token_ids, outputs, scores)
+
+
+class FakeEngine:
+    """Satisfies `EngineApi`.
+
+    Attributes:
+      hold_off: cleared, no request gets a token.
+      fail_after, fault: raise `fault` at that step of every request.
+      expire_after: end with "expired" at that step.
+      max_live: more are refused as a full queue.
+    """
+
+    def __init__(self) -> None:
+        self.state = "ready"
+        self.progress = (1, 1, "warm-up")
+        self.error: BaseException | None = None
+        self.model_name = "fake"
+        self.max_model_len = 100
+        self.created = 1
+        self.tokenizer = ByteTokenizer()
+        self.metrics = FakeMetrics()
+        self.hold_off = asyncio.Event()
+        self.hold_off.set()
+        self.fail_after: int | None = None
+        self.fault: BaseException = RequestFailedError("broken on purpose")
+        self.expire_after: int | None = None
+        self.max_live = 100
+        self.live: dict[str, FakeStream] = {}
+        self.num_cancelled = 0
+        self.submitted: list[dict[str, Any]] = []
+
+    def submit(
+        self,
+        *,
+        prompt: str | None = None,
+        prompt_token_ids: list[int] | None = None,
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> FakeStream:
+        assert prompt_token_ids is not None and request_id is not None, "the fronts tokenise and name requests"
+        if self.state == "dead":
+            raise EngineDeadError("it died")
+        if self.state != "ready":
+            raise NotReadyError("the model is loading")
+        if len(self.live) >= self.max_live:
+            raise RejectedError(Rejection("queue_full_requests", "the queue has 100 requests", 2.5))
+        if request_id in self.live:
+            raise ValueError(f"request_id {request_id!r} is live already")
+        self.submitted.append({"params": params, "priority": priority, "deadline_s": deadline_s})
+        stream = FakeStream(self, request_id, prompt_token_ids, params)
+        self.live[request_id] = stream
+        self.metrics.running.set(len(self.live))
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        stream = self.live.get(request_id)
+        if stream is not None:
+            stream.cancel()
+        return stream is not None
+
+    async def drain(self, grace_s: float) -> bool:
+        self.state = "draining"
+        for _ in range(round(grace_s / 0.01)):
+            if not self.live:
+                return True
+            await asyncio.sleep(0.01)
+        for stream in list(self.live.values()):
+            stream.cancel()
+        return False
+
+    def shutdown(self) -> None:
+        self.state = "stopped"
+
+
+def output_id(prompt: Sequence[int], index: int, step: int) -> int:
+    """The token of a choice at a step: letters in order, from the prompt's last byte plus the choice number on."""
+    return ord("a") + (prompt[-1] + index + step) % 26
+
+
+def _scores(token_id: int, count: int) -> dict[int, Logprob]:
+    """The token at -0.5, then ids 0, 1, ... at -1, -2, ..., -inf last."""
+    entry = {token_id: Logprob(-0.5, 1, chr(token_id))}
+    for rank in range(1, count):
+        entry[rank] = Logprob(-float(rank) if rank < 4 else float("-inf"), rank + 1, chr(rank))
+    return entry
