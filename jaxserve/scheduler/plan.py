@@ -68,8 +68,8 @@ class Placement:
 class StepPlan:
     """One iteration, in execution order: placements, page updates, decode rows and prefill chunks.
 
-    Decode rows are ordered by slot; prefill chunks by slot promotion order. An empty plan (no decode
-    row and no chunk) is not dispatched. `iteration` counts dispatched plans from 0.
+    Decode rows and prefill chunks are each in the order in which their requests took their slots. An
+    empty plan (no decode row and no chunk) is not dispatched. `iteration` counts dispatched plans from 0.
     """
 
     iteration: int

@@ -1,0 +1,167 @@
+"""The iteration trace: what the scheduler decided, one JSON-able record per iteration.
+
+A record holds the decisions of one plan and, in `events`, what came in since the record before: enough
+to feed the same arrivals to another scheduler and compare its plans. Keys:
+
+| key | meaning |
+|---|---|
+| iteration, now | number of the plan; instant it was made |
+| decode, prefill, prefill_emitted | ids; [id, tokens] pairs; ids whose prompt ended with a token |
+| preempted | ids that lost their slot since the plan before |
+| rejected, completed, aborted, expired, failed | ids, since the record before, in order |
+| queue, active | ids after the iteration: waiting, and holding a slot, in promotion order |
+| unused_budget | token budget less tokens |
+| pages_free, pages_cached, pages_owned | after the iteration |
+| bucket | the compiled shape it ran in; None in simulation |
+| events | arrivals and early ends since the record before |
+
+An event has `kind` ("add", "abort", "expire"), `id`, `now` and `step`, the pair (plans made, plans
+updated) when it came: with steps in flight this places it exactly. An "add" also has `prompt`
+(tokens), `max_tokens`, `priority`, `tenant`, `deadline_at` and `outcome`: "slot", "queue" or the
+rejection's reason. An "abort" has `reason`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.core import FinishReason, Rejection
+from jaxserve.scheduler.plan import StepPlan
+from jaxserve.scheduler.sequence import NO_SLOT, Sequence
+
+if TYPE_CHECKING:
+    from jaxserve.scheduler.scheduler import Scheduler
+
+SCHEMA_VERSION = 1
+
+_LISTS = {
+    FinishReason.STOP: "completed",
+    FinishReason.LENGTH: "completed",
+    FinishReason.ABORT: "aborted",
+    FinishReason.EXPIRED: "expired",
+    FinishReason.ERROR: "failed",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class TraceRecorder:
+    """Collects what happens between two iterations and hands a record to `sink` at each update."""
+
+    def __init__(self, scheduler: Scheduler, sink: Callable[[dict[str, Any]], None]) -> None:
+        self._scheduler = scheduler
+        self._sink = sink
+        self._num_updated = 0
+        self._clear()
+
+    def added(self, sequence: Sequence, now: float, rejection: Rejection | None) -> None:
+        """An arrival was placed, queued or refused."""
+        request = sequence.request
+        if rejection is not None:
+            self._ids["rejected"].append(request.request_id)
+            outcome = rejection.reason
+        else:
+            outcome = "queue" if sequence.slot == NO_SLOT else "slot"
+        self._event(
+            "add",
+            request.request_id,
+            now,
+            prompt=request.num_prompt_tokens,
+            max_tokens=request.max_tokens,
+            priority=request.priority,
+            tenant=request.tenant,
+            deadline_at=request.deadline_at,
+            outcome=outcome,
+        )
+
+    def ended(self, sequence: Sequence, now: float, *, early: bool) -> None:
+        """A live request ended; `early`: by its deadline or by a call of `abort`, not by a token."""
+        reason = sequence.finish_reason
+        assert reason is not None, f"{sequence.request_id} is live"
+        self._ids[_LISTS[reason]].append(sequence.request_id)
+        if reason is FinishReason.EXPIRED:
+            self._event("expire", sequence.request_id, now)
+        elif early:
+            self._event("abort", sequence.request_id, now, reason=str(reason))
+
+    def iteration(self, plan: StepPlan, now: float, bucket: Any) -> None:
+        """A plan was updated: its record is complete."""
+        scheduler = self._scheduler
+        self._num_updated += 1
+        self._sink(
+            {
+                "iteration": plan.iteration,
+                "now": now,
+                "decode": [row.request_id for row in plan.decode],
+                "prefill": [[chunk.request_id, len(chunk.token_ids)] for chunk in plan.prefill],
+                "prefill_emitted": [chunk.request_id for chunk in plan.prefill if chunk.emits],
+                "preempted": list(plan.preempted),
+                **self._ids,
+                "queue": scheduler.waiting_ids,
+                "active": scheduler.active_ids,
+                "unused_budget": scheduler.config.max_num_batched_tokens - plan.num_tokens,
+                "pages_free": scheduler.pages_free,
+                "pages_cached": scheduler.pages_cached,
+                "pages_owned": scheduler.pages_owned,
+                "bucket": bucket,
+                "events": self._events,
+            }
+        )
+        self._clear()
+
+    def _event(self, kind: str, request_id: str, now: float, **details: Any) -> None:
+        step = [self._scheduler.num_plans, self._num_updated]
+        self._events.append({"kind": kind, "id": request_id, "now": now, "step": step, **details})
+
+    def _clear(self) -> None:
+        self._events: list[dict[str, Any]] = []
+        self._ids: dict[str, list[str]] = {key: [] for key in ("rejected", "completed", "aborted", "expired", "failed")}
+
+
+class TraceWriter:
+    """A trace sink: writes a header, then each record, as lines of JSON.
+
+    A full or lost disk ends the trace, with one logged error, never the engine.
+
+    Args:
+      path: overwritten.
+      model: name of the model, for the header.
+      config: the scheduler's settings, for the header.
+    """
+
+    def __init__(self, path: str | Path, *, model: str = "", config: SchedulerConfig | None = None) -> None:
+        self._path = Path(path)
+        self._file: TextIO | None = self._path.open("w", encoding="utf-8", buffering=1)  # a line is whole or absent
+        self._write(
+            {
+                "kind": "header",
+                "schema_version": SCHEMA_VERSION,
+                "model": model,
+                "config": None if config is None else asdict(config),
+            }
+        )
+
+    def __call__(self, record: Mapping[str, Any]) -> None:
+        """Writes one record."""
+        self._write(record)
+
+    def close(self) -> None:
+        """Closes the file; later records are dropped."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        except OSError as error:
+            logger.error("trace_file %s ends here: %s", self._path, error)
+            self._file = None
