@@ -1,0 +1,26 @@
+"""Models from disk: finding them, reading safetensors, GGUF and Orbax, placing parameters.
+
+`resolve_model` needs no jax; what does is loaded on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.loading.resolve import DEMO_MODEL, ResolvedModel, resolve_model
+
+if TYPE_CHECKING:
+    from jaxserve.loading.load import LoadedModel, load_model
+    from jaxserve.loading.orbax_checkpoint import save_orbax
+
+__all__ = ["DEMO_MODEL", "LoadedModel", "ResolvedModel", "load_model", "resolve_model", "save_orbax"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LoadedModel", "load_model"):
+        from jaxserve.loading import load
+
+        return getattr(load, name)
+    if name == "save_orbax":
+        from jaxserve.loading.orbax_checkpoint import save_orbax
+
+        return save_orbax
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -117,7 +117,7 @@ def write_tiny_tokenizer(
         "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [BOS_ID], "tokens": ["<|bos|>"]}},
     }
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -139,7 +139,12 @@ def write_tiny_tokenizer(
         },
     }
     _write_json(directory / "tokenizer.json", tokenizer)
-    settings = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>", "add_bos_token": add_bos}
+    settings: dict[str, Any] = {
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+        "pad_token": "<|pad|>",
+        "add_bos_token": add_bos,
+    }
     if chat_template is not None:
         settings["chat_template"] = chat_template
     _write_json(directory / "tokenizer_config.json", settings)
@@ -160,7 +165,7 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(NUM_BYTES)]
 
 
-def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     """Weights under their Hugging Face names, linear layers as [out, in]."""
     import ml_dtypes
 
@@ -171,11 +176,13 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]
     keys = config["num_key_value_heads"] * config["head_dim"]
     vocab = config["vocab_size"]
 
-    def linear(rows: int, columns: int) -> np.ndarray:
-        return rng.normal(0.0, _GAIN / np.sqrt(columns), (rows, columns)).astype(dtype)
+    def linear(rows: int, columns: int) -> np.ndarray[Any, Any]:
+        values: np.ndarray[Any, Any] = rng.normal(0.0, _GAIN / np.sqrt(columns), (rows, columns))
+        return values.astype(dtype)
 
-    def norm() -> np.ndarray:
-        return rng.uniform(0.8, 1.2, width).astype(dtype)
+    def norm() -> np.ndarray[Any, Any]:
+        values: np.ndarray[Any, Any] = rng.uniform(0.8, 1.2, width)
+        return values.astype(dtype)
 
     scale = np.full((vocab, 1), _RARE_SCALE)
     scale[32:127] = 1.0

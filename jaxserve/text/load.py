@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from jaxserve.core import CheckpointError, UnsupportedModelError
+from jaxserve.loading.json_file import read_json_object
 from jaxserve.text.chat_template import named_templates
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ def _from_directory(directory: Path, file: Path) -> Tokenizer:
     # Padding and truncation set for training would change prompts.
     backend.no_padding()
     backend.no_truncation()
-    config = read_json(directory / "tokenizer_config.json")
+    config = _read_json(directory / "tokenizer_config.json")
     special = _special_tokens(directory, config)
     bos_id = _id_of(backend, special.get("bos_token"))
     return Tokenizer(
@@ -76,25 +76,12 @@ def _from_directory(directory: Path, file: Path) -> Tokenizer:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} when there is no such file.
-
-    Raises:
-      CheckpointError: the file is not a JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; it must hold a JSON object")
-    return value
+def _read_json(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    known = {**read_json(directory / "special_tokens_map.json"), **config}
+    known = {**_read_json(directory / "special_tokens_map.json"), **config}
     found = {}
     for name in _SPECIAL_NAMES:
         value = known.get(name)
@@ -108,7 +95,7 @@ def _special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name; files win over the config's entry, as in transformers."""
     templates = named_templates(config.get("chat_template"))
-    legacy = read_json(directory / "chat_template.json")
+    legacy = _read_json(directory / "chat_template.json")
     templates.update(named_templates(legacy.get("chat_template")))
     for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
         templates[file.stem] = file.read_text("utf-8")
@@ -122,7 +109,7 @@ def _eos_ids(directory: Path, backend: tokenizers.Tokenizer, special: Mapping[st
     """The generation config's end ids (else the model config's), then the tokenizer's own."""
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        value = read_json(directory / name).get("eos_token_id")
+        value = _read_json(directory / name).get("eos_token_id")
         if value is not None:
             ids += value if isinstance(value, list) else [value]
             break
@@ -131,4 +118,5 @@ def _eos_ids(directory: Path, backend: tokenizers.Tokenizer, special: Mapping[st
 
 
 def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
-    return None if token is None else backend.token_to_id(token)
+    found: int | None = None if token is None else backend.token_to_id(token)
+    return found
