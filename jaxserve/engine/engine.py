@@ -102,7 +102,11 @@ class Engine:
         self.runner = ModelRunner(
             loaded.config, _layer_form(loaded.params, config.scan_layers, self._mesh), config, self.max_model_len, self._mesh
         )
-        self._trace = TraceWriter(config.trace_file, model=self.model_name) if config.trace_file else None
+        self._trace = (
+            TraceWriter(config.trace_file, model=self.model_name, config=self.runner.scheduler_config)
+            if config.trace_file
+            else None
+        )
         self.scheduler = Scheduler(self.runner.scheduler_config, trace=self._trace)
         self.metrics = EngineMetrics(self.model_name)
         self.stats = EngineStats()
@@ -181,6 +185,7 @@ class Engine:
                 self._observe_load()
                 return False
             self._mark_scheduled(plan, now)
+            self.metrics.preempted(len(plan.preempted))
             prepared = self.runner.prepare(plan, self._request_of, self._outputs_of)
         handle = self.runner.dispatch(prepared)
         dispatched = time.perf_counter()
