@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from jaxserve.scheduler.sequence import NO_SLOT
 
 if TYPE_CHECKING:
-    from jaxserve.scheduler.scheduler import Scheduler
+    from jaxserve.scheduler.state import SchedulerState
 
 
-def check(scheduler: Scheduler) -> None:
+def check(scheduler: SchedulerState) -> None:
     """Raises AssertionError naming what is wrong and with whom."""
     _check_conservation(scheduler)
     _check_queue(scheduler)
@@ -18,7 +18,7 @@ def check(scheduler: Scheduler) -> None:
     _check_pages(scheduler)
 
 
-def _check_conservation(scheduler: Scheduler) -> None:
+def _check_conservation(scheduler: SchedulerState) -> None:
     counters, live = scheduler.counters, len(scheduler._live)
     assert counters.offered == counters.num_ended + live, f"{counters} and {live} live do not add up"
     config = scheduler.config
@@ -28,7 +28,7 @@ def _check_conservation(scheduler: Scheduler) -> None:
     assert held == len(scheduler._running), f"{held} slots are held, {len(scheduler._running)} requests run"
 
 
-def _check_queue(scheduler: Scheduler) -> None:
+def _check_queue(scheduler: SchedulerState) -> None:
     config, queue = scheduler.config, scheduler._waiting
     assert len(queue) <= config.max_queue_requests, f"{len(queue)} requests wait"
     assert queue.num_tokens <= config.max_queue_tokens, f"{queue.num_tokens} tokens wait"
@@ -36,7 +36,7 @@ def _check_queue(scheduler: Scheduler) -> None:
     assert tokens == queue.num_tokens, f"the queue counts {queue.num_tokens} tokens and holds {tokens}"
 
 
-def _check_states(scheduler: Scheduler) -> None:
+def _check_states(scheduler: SchedulerState) -> None:
     for request_id, sequence in scheduler._live.items():
         waiting = sequence in scheduler._waiting
         running = sequence.slot != NO_SLOT
@@ -57,7 +57,7 @@ def _check_states(scheduler: Scheduler) -> None:
         assert scheduler._live.get(sequence.request_id) is sequence, f"{sequence.request_id} ended but is listed"
 
 
-def _check_pages(scheduler: Scheduler) -> None:
+def _check_pages(scheduler: SchedulerState) -> None:
     holders = {sequence.arrival: sequence for sequence in scheduler._live.values()}
     for flight in scheduler._in_flight:
         holders |= {sequence.arrival: sequence for sequence in (*flight.decode, *flight.prefill)}

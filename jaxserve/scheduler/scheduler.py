@@ -61,35 +61,19 @@ What may never happen
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection, Request
-from jaxserve.scheduler import invariants
-from jaxserve.scheduler.counters import Counters, DepartureRate
-from jaxserve.scheduler.page_allocator import PageAllocator
+from jaxserve.scheduler import admission
 from jaxserve.scheduler.plan import DecodeRow, PageUpdate, Placement, PrefillChunk, StepPlan, StepResult, TokenEvent
-from jaxserve.scheduler.policies import ORDERS, PREEMPTIONS, RESERVATIONS
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
-from jaxserve.scheduler.slots import SlotPool
+from jaxserve.scheduler.state import Flight, SchedulerState
 from jaxserve.scheduler.trace import TraceRecorder
-from jaxserve.scheduler.waiting_queue import SequenceHeap, WaitingQueue
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A plan not yet updated, and the sequences of its rows: an id may be reused meanwhile, these not."""
-
-    plan: StepPlan
-    now: float
-    decode: list[Sequence]
-    prefill: list[Sequence]
-
-
-class Scheduler:
+class Scheduler(SchedulerState):
     """Plans iterations for one engine.
 
     Args:
@@ -99,24 +83,8 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, trace: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self.config = config
-        self.counters = Counters()
-        self._order = ORDERS[config.policy](config)
-        self._reservation = RESERVATIONS[config.reservation](config)
-        self._preemption = PREEMPTIONS[config.preemption](config)
-        self._pages = PageAllocator(config.num_pages)
-        self._slots = SlotPool(config.max_num_seqs)
-        self._waiting = WaitingQueue(config, self._order)
-        self._deadlines = SequenceHeap()
-        self._departures = DepartureRate()
-        self._live: dict[str, Sequence] = {}
-        self._running: dict[int, Sequence] = {}  # by slot, in promotion order
-        self._unplaced: dict[int, Sequence] = {}  # by slot: took it since the last plan
-        self._in_flight: deque[_Flight] = deque()
+        super().__init__(config)
         self._events: list[TokenEvent] = []
-        self._preempted: list[str] = []  # since the last plan
-        self._num_arrivals = 0
-        self._num_plans = 0
         self._trace = TraceRecorder(self, trace) if trace else None
 
     # Arrivals and aborts
@@ -194,7 +162,7 @@ class Scheduler:
             pages=tuple(pages),
             preempted=tuple(self._preempted),
         )
-        flight = _Flight(plan, now, decoding, prefilling[: len(chunks)])
+        flight = Flight(plan, now, decoding, prefilling[: len(chunks)])
         for sequence in (*flight.decode, *flight.prefill):
             self._depart(sequence, now)
         self._in_flight.append(flight)
@@ -226,107 +194,17 @@ class Scheduler:
             self._trace.iteration(plan, flight.now, bucket)
         return events
 
-    # What can be read
-
-    @property
-    def num_running(self) -> int:
-        """Live requests that are not waiting: those with a slot, and those whose last step is in flight."""
-        return len(self._live) - len(self._waiting)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Their prompts and granted outputs."""
-        return self._waiting.num_tokens
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots nobody holds."""
-        return self._slots.num_free
-
-    @property
-    def pages_free(self) -> int:
-        """Pages without owner; free + cached + owned = num_pages - 1."""
-        return self._pages.num_free
-
-    @property
-    def pages_cached(self) -> int:
-        """Pages kept for their content alone: none, ended requests leave nothing behind."""
-        return 0
-
-    @property
-    def pages_owned(self) -> int:
-        """Pages of requests that are live or have a step in flight."""
-        return self._pages.num_owned
-
-    @property
-    def num_plans(self) -> int:
-        """Plans made so far, the number of the next one."""
-        return self._num_plans
-
-    @property
-    def idle(self) -> bool:
-        """No request is live and no plan in flight."""
-        return not self._live and not self._in_flight
-
-    @property
-    def live_ids(self) -> list[str]:
-        """Ids of live requests, in arrival order."""
-        return list(self._live)
-
-    @property
-    def active_ids(self) -> list[str]:
-        """Ids of the requests that hold a slot, in promotion order."""
-        return [sequence.request_id for sequence in self._running.values()]
-
-    @property
-    def waiting_ids(self) -> list[str]:
-        """Ids in the queue, in promotion order; sorts them."""
-        return [sequence.request_id for sequence in self._waiting]
-
-    def sequence(self, request_id: str) -> Sequence:
-        """The record of a live request; treat it as read-only.
-
-        Raises:
-          KeyError: no live request has this id.
-        """
-        return self._live[request_id]
-
-    def check_invariants(self) -> None:
-        """Asserts what may never happen, naming ids. O(everything): for tests."""
-        invariants.check(self)
-
     # Placing
 
     def _unacceptable(self, request: Request, now: float) -> Rejection | None:
-        """Reasons that no free slot or place in the queue can mend."""
-        config = self.config
-        prompt, total = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
+        """Reasons that neither a free slot nor a place in the queue can mend."""
+        rejection = admission.never_fits(self.config, request, self._reservation.pages_needed(request))
+        if rejection is not None:
+            return rejection
         if request.request_id in self._live:
-            return Rejection("duplicate_id", f"request id {request.request_id!r} is live; use another one")
-        if prompt > config.max_model_len:
-            return Rejection(
-                "never_fits", f"prompt has {prompt} tokens; the limit is {config.max_model_len} (max_model_len)"
-            )
-        if total > config.max_model_len:
-            return Rejection(
-                "never_fits",
-                f"prompt has {prompt} tokens and max_tokens is {request.max_tokens}, together {total};"
-                f" the limit is {config.max_model_len} (max_model_len)",
-            )
-        pages = self._reservation.pages_needed(request)
-        if pages > self._pages.num_usable:
-            return Rejection(
-                "never_fits",
-                f"prompt and max_tokens are {total} tokens and need {pages} KV pages of {config.page_size};"
-                f" the pool has {self._pages.num_usable} (num_pages)",
-            )
+            return admission.duplicate_id(request)
         if request.deadline_at is not None and request.deadline_at <= now:
-            return Rejection("deadline", f"the deadline passed {now - request.deadline_at:.3f} s before the arrival")
+            return admission.deadline_passed(request.deadline_at, now)
         return None
 
     def _place(self, sequence: Sequence) -> bool:
@@ -348,21 +226,14 @@ class Scheduler:
         return True
 
     def _enqueue(self, sequence: Sequence, now: float) -> Rejection | None:
-        config, waiting = self.config, self._waiting
+        waiting = self._waiting
         reason = waiting.refusal(sequence)
         if reason is None:
             waiting.push(sequence)
             return None
-        if reason == "queue_full_requests":
-            full = f"{len(waiting)} requests wait; the limit is {config.max_queue_requests} (max_queue_requests)"
-        else:
-            full = (
-                f"{waiting.num_tokens} tokens wait and this request adds {sequence.max_total_tokens};"
-                f" the limit is {config.max_queue_tokens} (max_queue_tokens)"
-            )
-        excess_tokens = max(waiting.num_tokens + sequence.max_total_tokens - config.max_queue_tokens, 0)
-        retry_after_s = self._departures.seconds_until(max(len(waiting), 1), excess_tokens, now)
-        return Rejection(reason, full + "; try again later", retry_after_s)
+        excess = max(waiting.num_tokens + sequence.max_total_tokens - self.config.max_queue_tokens, 0)
+        retry_after_s = self._departures.seconds_until(max(len(waiting), 1), excess, now)
+        return admission.queue_full(self.config, waiting, sequence, reason, retry_after_s)
 
     def _promote(self) -> None:
         while self._slots.num_free:
@@ -371,24 +242,6 @@ class Scheduler:
                 return
             self._waiting.remove(sequence)
             self._occupy(sequence)
-
-    def _occupy(self, sequence: Sequence) -> None:
-        sequence.slot = self._slots.take()
-        self._running[sequence.slot] = self._unplaced[sequence.slot] = sequence
-
-    def _vacate(self, sequence: Sequence) -> None:
-        """Frees the slot of a sequence that holds one."""
-        del self._running[sequence.slot]
-        self._unplaced.pop(sequence.slot, None)
-        self._slots.give(sequence.slot)
-        sequence.slot = NO_SLOT
-
-    def _preempt(self, victim: Sequence) -> None:
-        self._vacate(victim)
-        victim.num_preemptions += 1
-        self.counters.preemptions += 1
-        self._preempted.append(victim.request_id)
-        self._waiting.push(victim)
 
     # Planning
 
@@ -428,24 +281,6 @@ class Scheduler:
             self._advance(sequence, end - start, pages)
             budget -= end - start
         return chunks
-
-    def _advance(self, sequence: Sequence, num_tokens: int, pages: list[PageUpdate]) -> None:
-        """Counts tokens as written and gives the sequence the pages they go to."""
-        sequence.num_scheduled += num_tokens
-        held = len(sequence.pages)
-        lacking = -(-sequence.num_scheduled // self.config.page_size) - held
-        if lacking > 0:
-            new = self._pages.allocate(lacking)
-            sequence.pages += new
-            pages.append(PageUpdate(sequence.slot, held, tuple(new)))
-
-    def _depart(self, sequence: Sequence, now: float) -> None:
-        """A row of it is in a plan; after its last one the slot is the next plan's to use."""
-        sequence.num_in_flight += 1
-        if sequence.first_scheduled_at is None:
-            sequence.first_scheduled_at = now
-        if sequence.fully_scheduled:
-            self._vacate(sequence)
 
     # Ending
 
@@ -493,11 +328,3 @@ class Scheduler:
         self._departures.observe(now, sequence.max_total_tokens)
         if self._trace:
             self._trace.ended(sequence, now, early=early)
-
-    def _release_pages(self, sequence: Sequence) -> None:
-        """Frees the pages of an ended sequence once no step in flight can touch them."""
-        if sequence.num_in_flight:
-            return
-        self._pages.free(sequence.pages)
-        sequence.pages = []
-        self._reservation.release(sequence)

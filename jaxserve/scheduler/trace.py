@@ -36,7 +36,7 @@ from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
-    from jaxserve.scheduler.scheduler import Scheduler
+    from jaxserve.scheduler.state import SchedulerState
 
 SCHEMA_VERSION = 1
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 class TraceRecorder:
     """Collects what happens between two iterations and hands a record to `sink` at each update."""
 
-    def __init__(self, scheduler: Scheduler, sink: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, scheduler: SchedulerState, sink: Callable[[dict[str, Any]], None]) -> None:
         self._scheduler = scheduler
         self._sink = sink
         self._num_updated = 0

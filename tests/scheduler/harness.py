@@ -149,6 +149,8 @@ class Harness:
         if plan.empty:
             assert scheduler.num_free_slots == config.max_num_seqs
         # A prompt token is only computed once every decode-ready slot has its row.
-        left_out = set(scheduler.active_ids) - {r.request_id for r in plan.decode} - {c.request_id for c in plan.prefill}
+        left_out = (
+            set(scheduler.active_ids) - {r.request_id for r in plan.decode} - {c.request_id for c in plan.prefill}
+        )
         for request_id in left_out:
             assert not scheduler.sequence(request_id).decode_ready, f"{request_id} got no token"

@@ -1,0 +1,52 @@
+"""Admission: reasons to refuse an arrival, each with a message for the client."""
+
+from __future__ import annotations
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.core import Rejection, Request
+from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.waiting_queue import WaitingQueue
+
+
+def never_fits(config: SchedulerConfig, request: Request, num_pages: int) -> Rejection | None:
+    """A request too long for the context or, needing `num_pages`, for the whole pool; None when it may run."""
+    prompt, total = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
+    if prompt > config.max_model_len:
+        message = f"prompt has {prompt} tokens; the limit is {config.max_model_len} (max_model_len)"
+    elif total > config.max_model_len:
+        message = (
+            f"prompt has {prompt} tokens and max_tokens is {request.max_tokens}, together {total};"
+            f" the limit is {config.max_model_len} (max_model_len)"
+        )
+    elif num_pages > config.num_pages - 1:
+        message = (
+            f"prompt and max_tokens are {total} tokens and need {num_pages} KV pages of {config.page_size};"
+            f" the pool has {config.num_pages - 1} (num_pages); shorten the prompt or lower max_tokens"
+        )
+    else:
+        return None
+    return Rejection("never_fits", message)
+
+
+def duplicate_id(request: Request) -> Rejection:
+    """Its id belongs to a live request."""
+    return Rejection("duplicate_id", f"request id {request.request_id!r} is live; use another one")
+
+
+def deadline_passed(deadline_at: float, now: float) -> Rejection:
+    """Too late on arrival."""
+    return Rejection("deadline", f"the deadline passed {now - deadline_at:.3f} s before the request arrived")
+
+
+def queue_full(
+    config: SchedulerConfig, waiting: WaitingQueue, sequence: Sequence, reason: str, retry_after_s: float
+) -> Rejection:
+    """The bound that `WaitingQueue.refusal` named is reached."""
+    if reason == "queue_full_requests":
+        full = f"{len(waiting)} requests wait; the limit is {config.max_queue_requests} (max_queue_requests)"
+    else:
+        full = (
+            f"{waiting.num_tokens} tokens wait and this request adds {sequence.max_total_tokens};"
+            f" the limit is {config.max_queue_tokens} (max_queue_tokens)"
+        )
+    return Rejection(reason, full + "; try again later", retry_after_s)
