@@ -128,8 +128,8 @@ class GenerationRequest(BaseModel):
 
     def check(self) -> None:
         """Rules between fields; subclasses add theirs."""
-        if self.request_id is not None and not REQUEST_ID.fullmatch(self.request_id):
-            raise _field_error("request_id", "request_id must have 1 to 128 printable ASCII characters, no blanks")
+        if self.request_id is not None:
+            check_request_id(self.request_id)
         if self.deadline_s is not None and not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):
             raise _field_error("deadline_s", f"deadline_s is {self.deadline_s:g}; it must be above 0 seconds")
 
@@ -270,6 +270,12 @@ def parse_model[T: BaseModel](cls: type[T], body: dict[str, Any]) -> T:
         return cls.model_validate(body)
     except ValidationError as exc:
         raise _validation_error(exc) from None
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises ApiError 400 unless it can be an id: it goes into headers, logs and traces."""
+    if not REQUEST_ID.fullmatch(request_id):
+        raise _field_error("request_id", "request_id must have 1 to 128 printable ASCII characters, no blanks")
 
 
 def parse_priority(value: int | str | None) -> int:

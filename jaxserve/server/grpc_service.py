@@ -1,0 +1,217 @@
+"""The gRPC front: `jaxserve.v1.Inference` over a `GenerationService`, with health and reflection.
+
+A cancelled call, or one whose deadline passed, arrives here as a cancelled task; its request is aborted
+on the way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, NoReturn
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxserve.core import SamplingParams
+from jaxserve.server.auth import check_authorization
+from jaxserve.server.errors import ApiError, stream_error, unfinished_error
+from jaxserve.server.grpc_convert import chat_messages, delta_response, error_metadata, prompt_scores, sampling_params
+from jaxserve.server.http_app import package_version
+from jaxserve.server.proto import inference_pb2 as pb
+from jaxserve.server.proto import inference_pb2_grpc
+from jaxserve.server.schema import check_request_id
+from jaxserve.server.service import GenerationService, new_request_id
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+HEALTH_PERIOD_S = 0.2
+Context = Any
+"""`grpc.aio.ServicerContext`, whose methods the stubs describe only in part."""
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """The service's methods.
+
+    Args:
+      service: shared with the HTTP front.
+      api_key: needed in the metadata `authorization: Bearer KEY`; None: open.
+    """
+
+    def __init__(self, service: GenerationService, api_key: str | None = None) -> None:
+        self._service = service
+        self._engine = service.engine
+        self._api_key = api_key
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Streams one prompt's choices."""
+        async with self._errors_to_status(context):
+            self._service.check_ready(request.model if request.HasField("model") else None)
+            params = sampling_params(request.sampling)
+            request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
+            check_request_id(request_id)
+            prompt = await self._prompt(request)
+            responses = self._stream(request_id, prompt, params, request.priority, context)
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    yield response
+
+    async def _stream(
+        self, request_id: str, prompt: list[int], params: SamplingParams, priority: int, context: Context
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        deadline_s = context.time_remaining()
+        if deadline_s is not None and deadline_s <= 0:
+            raise ApiError("expired", "the call's deadline has passed", code="deadline_exceeded")
+        tokenizer = self._engine.tokenizer
+        (stream,) = self._service.submit([prompt], lambda _: params, request_id, priority, deadline_s)
+        # A call that ends while a message is being written never resumes this generator.
+        context.add_done_callback(lambda _: stream.cancel())
+        info: pb.PromptInfo | None = pb.PromptInfo(request_id=request_id, token_ids=prompt)
+        num_finished = num_tokens = 0
+        try:
+            async for delta in stream:
+                error = unfinished_error(delta.finish_reason, self._engine.state)
+                if error is not None:
+                    raise error
+                response = delta_response(tokenizer, delta)
+                if info is not None:
+                    response.prompt.CopyFrom(info)
+                    info = None
+                if delta.prompt_logprobs is not None:
+                    response.prompt_scores.CopyFrom(prompt_scores(tokenizer, prompt, delta.prompt_logprobs))
+                num_tokens += len(delta.token_ids)
+                num_finished += delta.finish_reason is not None
+                if num_finished == params.n:
+                    response.usage.CopyFrom(pb.Usage(prompt_tokens=len(prompt), completion_tokens=num_tokens))
+                yield response
+        finally:
+            stream.cancel()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Token ids of a text or a chat."""
+        async with self._errors_to_status(context):
+            self._service.check_ready()
+            ids = await self._prompt(request)
+            return pb.TokenizeResponse(token_ids=ids, max_model_len=self._engine.max_model_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Text of token ids."""
+        async with self._errors_to_status(context):
+            self._service.check_ready()
+            text = await self._service.decode(list(request.token_ids), request.skip_special_tokens)
+            return pb.DetokenizeResponse(text=text)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """Ends a live request."""
+        async with self._errors_to_status(context):
+            return pb.AbortResponse(aborted=self._engine.abort(request.request_id))
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        """What is served."""
+        async with self._errors_to_status(context):
+            self._service.check_ready()
+            tokenizer = self._engine.tokenizer
+            return pb.GetModelInfoResponse(
+                model=self._engine.model_name,
+                max_model_len=self._engine.max_model_len,
+                vocab_size=tokenizer.vocab_size,
+                bos_token_id=tokenizer.bos_id,
+                eos_token_ids=tokenizer.eos_ids,
+                has_chat_template=tokenizer.chat_template is not None,
+                version=package_version(),
+                state=self._engine.state,
+            )
+
+    async def _prompt(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> list[int]:
+        kind = request.WhichOneof("input")
+        if kind == "text":
+            add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            return await self._service.encode(request.text, add_special)
+        if kind == "chat":
+            chat = request.chat
+            add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+            return await self._service.encode_chat(chat_messages(chat), add_prompt)
+        if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
+            return list(request.token_ids.ids)
+        raise ApiError("invalid", "input is missing; set text, token_ids or chat", param="input")
+
+    @contextlib.asynccontextmanager
+    async def _errors_to_status(self, context: Context) -> AsyncIterator[None]:
+        """Checks the key, then turns any exception of the body into the call's status."""
+        try:
+            if self._api_key is not None:
+                metadata = dict(context.invocation_metadata() or ())
+                header = metadata.get("authorization")
+                check_authorization(header if isinstance(header, str) else None, self._api_key)
+            yield
+        except Exception as exc:
+            await _abort(context, stream_error(exc, self._engine.state))
+
+
+async def _abort(context: Context, error: ApiError) -> NoReturn:
+    await context.abort(grpc.StatusCode[error.grpc_status], error.message, error_metadata(error))
+    raise AssertionError("context.abort returned")
+
+
+class GrpcServer:
+    """A gRPC server in the running event loop.
+
+    Args:
+      service: shared with the HTTP front.
+      host, port: where to listen; port 0 picks a free one.
+      api_key: see `InferenceServicer`.
+      max_message_bytes: largest request.
+
+    Raises:
+      OSError: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        service: GenerationService,
+        host: str,
+        port: int,
+        api_key: str | None = None,
+        max_message_bytes: int = 8 << 20,
+    ) -> None:
+        self._engine = service.engine
+        # Without so_reuseport=0 two servers share a port in silence, each getting half of the calls.
+        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", max_message_bytes)]
+        self._server = grpc.aio.server(options=options)
+        servicer = InferenceServicer(service, api_key)
+        inference_pb2_grpc.add_InferenceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as exc:
+            raise OSError(f"gRPC cannot listen on {address}: {exc}") from exc
+        if self.port == 0:
+            raise OSError(f"gRPC cannot listen on {address}")
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        await self._server.start()
+        self._watcher = asyncio.create_task(self._watch_state())
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, lets open ones go on for `grace_s`, then cancels them."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait([self._watcher])
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    async def _watch_state(self) -> None:
+        """Keeps the health service's answer that of the engine."""
+        status = health_pb2.HealthCheckResponse
+        while True:
+            now = status.SERVING if self._engine.state == "ready" else status.NOT_SERVING
+            for name in ("", SERVICE_NAME):
+                await self._health.set(name, now)
+            await asyncio.sleep(HEALTH_PERIOD_S)

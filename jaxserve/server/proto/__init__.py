@@ -1,0 +1,1 @@
+"""The gRPC interface and its generated code (`tools/gen_proto`)."""
