@@ -1,0 +1,205 @@
+"""GGUF metadata as a Hugging Face configuration, and GGUF tensor names as Hugging Face names."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.core import CheckpointError, UnsupportedModelError
+from jaxserve.loading.gguf_file import GgufFile
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """What an architecture name in a GGUF file means.
+
+    Attributes:
+      hf_architecture, model_type: as in config.json.
+      permuted: query and key rows are interleaved for llama.cpp's pairwise rope.
+    """
+
+    hf_architecture: str
+    model_type: str
+    permuted: bool = False
+
+
+ARCHITECTURES = {
+    "llama": GgufArchitecture("LlamaForCausalLM", "llama", permuted=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
+}
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def hf_name(gguf_name: str) -> str:
+    """The Hugging Face name of a tensor; names without one stay as they are."""
+    match = _LAYER_TENSOR.fullmatch(gguf_name)
+    if match and match[2] in _LAYER_NAMES:
+        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    return _TOP_NAMES.get(gguf_name, gguf_name)
+
+
+def architecture(gguf: GgufFile) -> GgufArchitecture:
+    """The architecture of a file.
+
+    Raises:
+      UnsupportedModelError: it is not known.
+    """
+    name = gguf.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{gguf.path}: GGUF architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[name]
+
+
+def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[str, Any]:
+    """A config.json for the model of a GGUF file.
+
+    Args:
+      gguf: the file.
+      rope_factors: values of the tensors among `ROPE_TENSORS` that it holds.
+
+    Raises:
+      CheckpointError: a needed value is missing.
+      UnsupportedModelError: layers differ from each other, or a mixture of experts.
+    """
+    arch = architecture(gguf)
+    fields = _Fields(gguf)
+    heads = fields.count("attention.head_count")
+    width = fields.count("embedding_length")
+    head_dim = fields.count("attention.key_length", width // max(heads, 1))
+    if fields.count("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModelError(f"{gguf.path}: key and value heads differ in size, which is not supported")
+    if fields.count("expert_count", 0):
+        raise UnsupportedModelError(f"{gguf.path}: mixtures of experts in GGUF are not supported")
+    embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{gguf.path} lacks tensor token_embd.weight")
+    max_position = fields.count("context_length")
+    window = fields.count("attention.sliding_window", 0) or None
+    windowed = window is not None and arch.model_type == "llama"
+    config: dict[str, Any] = {
+        "architectures": ["MistralForCausalLM" if windowed else arch.hf_architecture],
+        "model_type": "mistral" if windowed else arch.model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": width,
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_hidden_layers": fields.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": max_position,
+        "rope_parameters": _rope(fields, rope_factors, max_position),
+        "partial_rotary_factor": fields.count("rope.dimension_count", head_dim) / head_dim,
+        "sliding_window": window,
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "attention_bias": "blk.0.attn_output.bias" in gguf.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
+    }
+    config.update(special_token_ids(gguf.metadata))
+    return config
+
+
+def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """`bos_token_id`, `eos_token_id` (a list) and `pad_token_id`, as far as the file gives them."""
+    found: dict[str, Any] = {}
+    if isinstance(bos := metadata.get("tokenizer.ggml.bos_token_id"), int):
+        found["bos_token_id"] = bos
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    if any(isinstance(end, int) for end in ends):
+        found["eos_token_id"] = list(dict.fromkeys(end for end in ends if isinstance(end, int)))
+    if isinstance(pad := metadata.get("tokenizer.ggml.padding_token_id"), int):
+        found["pad_token_id"] = pad
+    return found
+
+
+def _rope(fields: _Fields, rope_factors: Mapping[str, list[float]], max_position: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10000.0)}
+    kind = fields.text("rope.scaling.type", "none")
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+    original = fields.count("rope.scaling.original_context_length", max_position)
+    if ROPE_FREQS in rope_factors:
+        # Frequencies come ready made (Llama 3.1 and later); llama.cpp divides by them whatever the scaling type.
+        return {**rope, "rope_type": "frequency_factors", "factors": rope_factors[ROPE_FREQS]}
+    if ROPE_LONG in rope_factors and ROPE_SHORT in rope_factors:
+        rope |= {
+            "rope_type": "longrope",
+            "long_factor": rope_factors[ROPE_LONG],
+            "short_factor": rope_factors[ROPE_SHORT],
+            "original_max_position_embeddings": original,
+        }
+        if (attention := fields.number("rope.scaling.attn_factor", 0.0)) > 0:
+            rope["attention_factor"] = attention
+        return rope
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        # Older files carry only a factor, which then means linear.
+        return {**rope, "rope_type": "linear", "factor": factor} if factor != 1.0 else rope
+    rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    if kind == "yarn":
+        rope["beta_fast"] = fields.number("rope.scaling.yarn_beta_fast", 32.0)
+        rope["beta_slow"] = fields.number("rope.scaling.yarn_beta_slow", 1.0)
+        scale = fields.number("rope.scaling.yarn_attn_factor", fields.number("rope.scaling.attn_factor", 1.0))
+        # llama.cpp multiplies its attention factor with YaRN's own.
+        rope["attention_factor"] = scale * (1.0 + 0.1 * math.log(factor) if factor > 1.0 else 1.0)
+    return rope
+
+
+class _Fields:
+    """Metadata values under the architecture's prefix, of the type asked for."""
+
+    def __init__(self, gguf: GgufFile) -> None:
+        self._gguf = gguf
+        self._prefix = gguf.metadata["general.architecture"]
+
+    def _value(self, key: str, default: Any) -> Any:
+        name = f"{self._prefix}.{key}"
+        value = self._gguf.metadata.get(name, default)
+        if value is None:
+            raise CheckpointError(f"{self._gguf.path} lacks the metadata {name}")
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise UnsupportedModelError(f"{self._gguf.path}: {name} differs from layer to layer")
+            value = value[0]
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CheckpointError(f"{self._gguf.path}: {self._prefix}.{key} is {value!r}; it must be an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{self._gguf.path}: {self._prefix}.{key} is {value!r}; it must be a number")
+        return float(value)
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._value(key, default))

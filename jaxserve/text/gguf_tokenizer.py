@@ -1,0 +1,200 @@
+"""Rebuilding a tokenizer from GGUF metadata.
+
+Two kinds of vocabulary occur: byte-level BPE (`gpt2`), given by tokens and merges, and SentencePiece (`llama`),
+given by tokens and scores. How text is cut before BPE is not in the file, only its name (`tokenizer.ggml.pre`);
+an unknown name is refused, for a wrong cut gives other ids without any error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from jaxserve.core import CheckpointError, UnsupportedModelError
+from jaxserve.loading.gguf_config import special_token_ids
+from jaxserve.loading.gguf_file import read_gguf
+from jaxserve.text.tokenizer import Tokenizer
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
+_CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_WORDS_AND_SPACES}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_WORDS_AND_SPACES}"
+_TEKKEN = _CASED % ("", "") + r"|\p{N}" + _CASED_REST
+_GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _CASED_REST
+_PATTERNS = {
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+    "llama4": _GPT4O,
+}
+_GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2")
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_WHOLE_WORDS_FIRST = (*_LLAMA3_NAMES, "tekken")  # a word that is in the vocabulary is not merged up to
+_NFC = ("qwen2", "deepseek-r1-qwen")
+_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+
+
+def tokenizer_from_gguf(path: Path) -> Tokenizer:
+    """The tokenizer of a .gguf file.
+
+    Raises:
+      CheckpointError: the file is damaged or holds no vocabulary.
+      UnsupportedModelError: a kind of vocabulary or pre-tokenizer that is not known.
+    """
+    metadata = read_gguf(path).metadata
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens = _strings(path, metadata, "tokens")
+    if len(set(tokens)) != len(tokens):
+        raise CheckpointError(f"{path}: tokenizer.ggml.tokens names a token twice; the file is damaged")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    pre = str(metadata.get("tokenizer.ggml.pre", ""))
+    if kind == "gpt2":
+        backend = _byte_level(path, vocabulary, _strings(path, metadata, "merges"), pre)
+        adds_bos = pre in _LLAMA3_NAMES
+    elif kind == "llama":
+        backend = _sentencepiece(path, vocabulary, metadata)
+        adds_bos = True
+    else:
+        raise UnsupportedModelError(
+            f"{path}: GGUF tokenizer {kind!r} is not supported; supported are gpt2 and llama."
+            " Set tokenizer to the original model's tokenizer.json"
+        )
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    added = (_CONTROL, _USER_DEFINED, _UNKNOWN)
+    backend.add_tokens(
+        [
+            AddedToken(token, special=token_type != _USER_DEFINED, normalized=False)
+            for token, token_type in zip(tokens, types, strict=False)
+            if token_type in added and token
+        ]
+    )
+    ids = special_token_ids(metadata)
+    bos_id = _checked_id(path, ids.get("bos_token_id"), tokens)
+    eos_ids = [_checked_id(path, eos, tokens) for eos in ids.get("eos_token_id", [])]
+    # Files written before the end-of-turn key existed name only the end of text.
+    eos_ids += [
+        vocabulary[token] for token in _END_OF_TURN if token in vocabulary and types[vocabulary[token]] == _CONTROL
+    ]
+    return Tokenizer(
+        backend,
+        bos_id=bos_id,
+        eos_ids=[eos for eos in eos_ids if eos is not None],
+        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
+        chat_templates=_templates(metadata),
+        special_tokens=_special_tokens(metadata, tokens),
+    )
+
+
+def _byte_level(path: Path, vocabulary: dict[str, int], merges: list[str], pre: str) -> Backend:
+    pairs = []
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise CheckpointError(f"{path}: merge {merge!r} names a token that is not in the vocabulary")
+        pairs.append((left, right))
+    backend = Backend(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    if pre in _GPT2:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    elif pre in _SINGLE_DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    elif pre in _PATTERNS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(_PATTERNS[pre]), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    else:
+        known = ", ".join((*_GPT2, *_SINGLE_DIGITS, *_PATTERNS))
+        raise UnsupportedModelError(
+            f"{path}: GGUF pre-tokenizer {pre!r} is not supported; supported are {known}."
+            " Set tokenizer to the original model's tokenizer.json"
+        )
+    if pre in _NFC:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(path: Path, vocabulary: dict[str, int], metadata: Mapping[str, Any]) -> Backend:
+    """SentencePiece's BPE: the neighbours that form the best-scored token merge first."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary):
+        raise CheckpointError(f"{path}: tokenizer.ggml.scores must hold one number per token")
+    merges: list[tuple[float, int, int, str, str]] = []
+    for token, token_id in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-scores[token_id], vocabulary[left], vocabulary[right], left, right))
+    merges.sort()
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    backend = Backend(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[(left, right) for *_, left, right in merges],
+            unk_token=next((token for token, token_id in vocabulary.items() if token_id == unknown), None),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefixed else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return backend
+
+
+def _strings(path: Path, metadata: Mapping[str, Any], name: str) -> list[str]:
+    value = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"{path} has no tokenizer.ggml.{name}; the file holds no usable vocabulary")
+    return value
+
+
+def _checked_id(path: Path, token_id: int | None, tokens: list[str]) -> int | None:
+    if token_id is not None and not 0 <= token_id < len(tokens):
+        raise CheckpointError(f"{path}: special token id {token_id} is outside the vocabulary of {len(tokens)}")
+    return token_id
+
+
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    templates = {
+        str(name): metadata[f"tokenizer.chat_template.{name}"]
+        for name in metadata.get("tokenizer.chat_templates", [])
+        if f"tokenizer.chat_template.{name}" in metadata
+    }
+    if "tokenizer.chat_template" in metadata:
+        templates["default"] = metadata["tokenizer.chat_template"]
+    return templates
+
+
+def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {}
+    for name, key in names.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(token_id, int) and token_id < len(tokens):
+            found[name] = tokens[token_id]
+    return found
