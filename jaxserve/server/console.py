@@ -1,0 +1,108 @@
+"""What an operator sees at start-up: a bar for weights, the memory plan, a bar for warm-up, then URLs.
+
+On a terminal the bars move; elsewhere each stage gets one plain line when it begins and when it ends.
+Everything here goes to stderr; stdout has the one machine-readable line of `jaxserve.server.launcher`.
+"""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+PlanRows = Callable[[], Sequence[tuple[str, str]]]
+
+
+class StartupDisplay:
+    """Shows start-up; `progress` may be called from any thread.
+
+    Args:
+      plan_rows: the memory plan's lines, asked for when warm-up begins.
+      console: where; stderr when None.
+    """
+
+    def __init__(self, plan_rows: PlanRows | None = None, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._plan_rows = plan_rows
+        self._lock = threading.Lock()
+        self._stage = ""
+        self._stage_began = self._began = time.monotonic()
+        self._task: TaskID | None = None
+        self._bar = Progress(
+            TextColumn("{task.description:<8}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[what]}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+
+    def progress(self, stage: str, done: int, total: int, what: str) -> None:
+        """One step of a stage is done."""
+        with self._lock:
+            if stage != self._stage:
+                self._begin(stage, total)
+            if self._task is not None:
+                self._bar.update(self._task, completed=done, total=total, what=what[:60])
+            if done >= total > 0:
+                self._end(done)
+
+    def ready(self, model: str, http_url: str, grpc_address: str, api_key: bool) -> None:
+        """Requests are taken: where, and a line that tries it."""
+        self.close()
+        self._console.print(f"[bold]{model}[/bold] is ready after {time.monotonic() - self._began:.1f} s")
+        self._console.print(f"  HTTP  {http_url}   (try {http_url}/docs)", highlight=False)
+        self._console.print(f"  gRPC  {grpc_address}   (jaxserve.v1.Inference)", highlight=False)
+        # Printed without wrapping: a broken line would not survive pasting.
+        self._console.print("  " + curl_line(model, http_url, api_key), soft_wrap=True, highlight=False, markup=False)
+
+    def note(self, text: str) -> None:
+        """One line about the server's state."""
+        self._console.print(text, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Ends the live display."""
+        self._bar.stop()
+
+    def _begin(self, stage: str, total: int) -> None:
+        if self._task is not None:
+            self._bar.stop()
+        if stage == "warm-up" and self._plan_rows is not None:
+            self._show_plan(self._plan_rows())
+        self._stage = stage
+        self._stage_began = time.monotonic()
+        if self._console.is_terminal:
+            self._bar.start()
+            self._task = self._bar.add_task(stage, total=total, what="")
+        else:
+            self._console.print(f"{stage}: {total} steps", highlight=False)
+
+    def _end(self, done: int) -> None:
+        if not self._console.is_terminal:
+            seconds = time.monotonic() - self._stage_began
+            self._console.print(f"{self._stage}: {done} steps done in {seconds:.1f} s", highlight=False)
+
+    def _show_plan(self, rows: Sequence[tuple[str, str]]) -> None:
+        if not self._console.is_terminal:
+            for label, value in rows:
+                self._console.print(f"memory: {label}: {value}", highlight=False)
+            return
+        table = Table(title="Memory plan", title_justify="left", show_header=False)
+        table.add_column(justify="left")
+        table.add_column(justify="right")
+        for label, value in rows:
+            table.add_row(label, value)
+        self._console.print(table)
+
+
+def curl_line(model: str, http_url: str, api_key: bool) -> str:
+    """A shell command that asks the server something."""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    key = ' -H "Authorization: Bearer $JAXSERVE_API_KEY"' if api_key else ""
+    return f"curl {http_url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d " + shlex.quote(body)

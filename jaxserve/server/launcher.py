@@ -1,0 +1,176 @@
+"""Runs an engine behind both fronts in one event loop, from binding the ports to the last byte.
+
+    bind -> serve (503 with progress) -> ready -> SIGTERM or SIGINT -> drain -> fronts end -> engine ends
+
+The ports are bound first, so a port in use is known before a model is loaded. On the first signal new
+requests get 503 and open ones may finish within the grace period; what is left then ends with an error
+frame. A second signal ends the process at once. An engine that dies while it starts ends the process
+with 1; one that dies later leaves `/health` answering 503, for whoever supervises the process to see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from jaxserve.server.console import StartupDisplay
+from jaxserve.server.engine_api import EngineApi
+from jaxserve.server.grpc_service import GrpcServer
+from jaxserve.server.http_app import HttpSettings, build_app
+from jaxserve.server.service import GenerationService
+
+STATE_PERIOD_S = 0.02
+FLUSH_S = 5.0
+"""Time for the last bytes of answers to leave after the engine has drained."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where and how to serve.
+
+    Attributes:
+      host: address to listen on.
+      http_port, grpc_port: 0 picks a free one.
+      drain_grace_s: seconds that open requests get after the first signal.
+      http: the HTTP front's own settings; its key and body limit hold for gRPC too.
+    """
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 9000
+    drain_grace_s: float = 30.0
+    http: HttpSettings = field(default_factory=HttpSettings)
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its own signal handlers: signals are the launcher's."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._serve(sockets)
+
+
+class Launcher:
+    """One server process.
+
+    Args:
+      engine: not ready yet; it loads in a thread of its own.
+      settings: see `ServerSettings`.
+      display: what the operator sees.
+    """
+
+    def __init__(self, engine: EngineApi, settings: ServerSettings, display: StartupDisplay) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._display = display
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serves until a signal or a failed start.
+
+        Returns:
+          The process's exit status.
+        """
+        settings = self._settings
+        service = GenerationService(self._engine)
+        try:
+            http_socket = bind(settings.host, settings.http_port)
+            grpc_server = GrpcServer(
+                service, settings.host, settings.grpc_port, settings.http.api_key, settings.http.max_body_bytes
+            )
+        except OSError as error:
+            self._display.close()
+            print(f"jaxserve: {error}", file=sys.stderr)
+            return 1
+        self._catch_signals()
+        http_server = _HttpServer(
+            uvicorn.Config(
+                build_app(self._engine, settings.http, service),
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=round(FLUSH_S),
+            )
+        )
+        http_task = asyncio.create_task(http_server.serve([http_socket]))
+        await grpc_server.start()
+        http_address = address(settings.host, http_socket.getsockname()[1])
+        started = await self._wait_until_ready()
+        if started:
+            grpc_address = address(settings.host, grpc_server.port)
+            key = settings.http.api_key is not None
+            self._display.ready(self._engine.model_name, f"http://{http_address}", grpc_address, key)
+            print(f"jaxserve ready http={http_address} grpc={grpc_address}", flush=True)
+            await self._stop.wait()
+            self._display.note(f"stopping: open requests have {settings.drain_grace_s:g} s; a second signal ends now")
+            if not await self._engine.drain(settings.drain_grace_s):
+                self._display.note("stopping: the grace period is over; what was left has been cut short")
+        self._display.close()
+        http_server.should_exit = True
+        await asyncio.gather(http_task, grpc_server.stop(FLUSH_S))
+        return await self._end_engine(started)
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+
+    def _signalled(self, number: int) -> None:
+        if self._stop.is_set():
+            os._exit(128 + number)
+        self._stop.set()
+
+    async def _wait_until_ready(self) -> bool:
+        """Whether the engine became ready; False when it died or a signal came first."""
+        while not self._stop.is_set():
+            if self._engine.state == "ready":
+                return True
+            if self._engine.state == "dead":
+                return False
+            await asyncio.sleep(STATE_PERIOD_S)
+        return False
+
+    async def _end_engine(self, started: bool) -> int:
+        if self._engine.error is not None and not started:
+            # The engine's thread has ended by itself.
+            error = self._engine.error
+            print(f"jaxserve: the engine did not start: {error}", file=sys.stderr)
+            return 1
+        if not started:
+            # Loading or compiling cannot be interrupted, and nothing of it is worth waiting for.
+            flush_and_exit(0)
+        await asyncio.to_thread(self._engine.shutdown)
+        if any(thread.name == "engine" for thread in threading.enumerate()):
+            flush_and_exit(0)
+        return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+      OSError: saying which address and what to do.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        message = f"HTTP cannot listen on {address(host, port)}: {error.strerror or error}; set --http_port or --host"
+        raise OSError(message) from error
+
+
+def address(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def flush_and_exit(status: int) -> None:
+    """Ends the process without waiting for other threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
