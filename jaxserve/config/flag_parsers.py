@@ -1,0 +1,100 @@
+"""From a flag's text to its value, or to the rule that the text breaks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from absl.flags import ArgumentParser
+
+
+class IntParser(ArgumentParser[int]):
+    """An integer in [low, high]."""
+
+    syntactic_help = "an integer"
+
+    def __init__(self, low: int | None = None, high: int | None = None) -> None:
+        self._low, self._high = low, high
+
+    def parse(self, argument: Any) -> int:
+        try:
+            value = int(argument)
+        except (TypeError, ValueError):
+            raise ValueError("must be an integer") from None
+        if self._low is not None and value < self._low:
+            raise ValueError(f"must be at least {self._low}")
+        if self._high is not None and value > self._high:
+            raise ValueError(f"must be at most {self._high}")
+        return value
+
+    def flag_type(self) -> str:
+        return "int"
+
+
+class FloatParser(ArgumentParser[float]):
+    """A finite number of at least `low`."""
+
+    syntactic_help = "a number"
+
+    def __init__(self, low: float | None = None) -> None:
+        self._low = low
+
+    def parse(self, argument: Any) -> float:
+        try:
+            value = float(argument)
+        except (TypeError, ValueError):
+            raise ValueError("must be a number") from None
+        if not math.isfinite(value):
+            raise ValueError("must be finite")
+        if self._low is not None and value < self._low:
+            raise ValueError(f"must be at least {self._low:g}")
+        return value
+
+    def flag_type(self) -> str:
+        return "float"
+
+
+class ListParser(ArgumentParser[tuple[Any, ...]]):
+    """Values separated by commas, each by `item`'s rule."""
+
+    syntactic_help = "values separated by commas"
+
+    def __init__(self, item: ArgumentParser[Any]) -> None:
+        self._item = item
+
+    def parse(self, argument: Any) -> tuple[Any, ...]:
+        texts = argument.split(",") if isinstance(argument, str) else argument
+        try:
+            return tuple(self._item.parse(text.strip() if isinstance(text, str) else text) for text in texts)
+        except ValueError as error:
+            raise ValueError(f"must be values separated by commas, each of which {error}") from None
+
+    def flag_type(self) -> str:
+        return "list"
+
+
+class ChoiceParser(ArgumentParser[str]):
+    """One of a few words."""
+
+    syntactic_help = "one of a few words"
+
+    def __init__(self, choices: Sequence[str]) -> None:
+        self._choices = tuple(choices)
+
+    def parse(self, argument: Any) -> str:
+        if argument not in self._choices:
+            raise ValueError(f"must be one of {', '.join(choice or 'empty' for choice in self._choices)}")
+        return str(argument)
+
+    def flag_type(self) -> str:
+        return "|".join(self._choices)
+
+
+class TextParser(ArgumentParser[str]):
+    """Any text."""
+
+    syntactic_help = "text"
+
+    def flag_type(self) -> str:
+        return "text"

@@ -1,0 +1,135 @@
+"""The table of flags: every flag's name, heading, parser, help, and the commands that take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from absl.flags import ArgumentParser, BooleanParser
+
+from jaxserve.config.engine_config import DTYPES, POLICIES, PREEMPTIONS, RESERVATIONS, EngineConfig
+from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, TextParser
+
+ENGINE_COMMANDS = frozenset({"server"})
+"""Commands that take every engine flag."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+      heading: its group in `--help`.
+      parser: turns text into a value or says the rule it breaks.
+      help: ends without a full stop.
+      default: taken from `EngineConfig` for its fields.
+      commands: that take it.
+    """
+
+    name: str
+    heading: str
+    parser: ArgumentParser[Any]
+    help: str
+    default: Any
+    commands: frozenset[str]
+
+
+_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+_INT, _FLOAT, _TEXT, _BOOL = IntParser(), FloatParser(), TextParser(), BooleanParser()
+_COUNT, _COUNTS = IntParser(low=1), ListParser(IntParser(low=1))
+_PORT = IntParser(0, 65535)
+
+
+def _engine(heading: str, *flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
+    return [Flag(name, heading, parser, text, _DEFAULTS[name], ENGINE_COMMANDS) for name, parser, text in flags]
+
+
+def _server(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
+    return [Flag(name, heading, parser, text, default, frozenset({"server"})) for name, parser, default, text in flags]
+
+
+def _bench(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
+    return [Flag(name, heading, parser, text, default, frozenset({"bench"})) for name, parser, default, text in flags]
+
+
+FLAGS: tuple[Flag, ...] = (
+    *_engine(
+        "Model",
+        ("model", _TEXT, "smollm2-135m (demo), a Hugging Face directory, a .gguf, an Orbax directory or a hub id"),
+        ("tokenizer", _TEXT, "directory or tokenizer.json, when it is not beside the weights"),
+        ("skip_tokenizer_init", _BOOL, "load no tokenizer: prompts must be token ids"),
+        ("served_model_name", _TEXT, "name on the API; default: the model's last path component"),
+        ("dtype", ChoiceParser(DTYPES), "of weights, activations and KV pages"),
+        ("seed", _INT, "base of the seeds drawn for requests that give none"),
+        ("tensor_parallel_size", _INT, "devices that share the model"),
+        ("attention_implementation", _TEXT, "of paged attention: auto, or a name"),
+        ("scan_layers", _BOOL, "one compiled layer body for all layers; default: by device"),
+    ),
+    *_engine(
+        "Context and batching",
+        ("max_model_len", _INT, "most tokens, prompt and output, of a request; default: the model's limit"),
+        ("max_num_seqs", _INT, "slots: requests that decode at once"),
+        ("max_num_batched_tokens", _INT, "token budget of one iteration, prefill and decode together"),
+        ("enable_chunked_prefill", _BOOL, "a prompt may be spread over iterations"),
+        ("prefill_chunk", _COUNT, "most prompt tokens of a request in an iteration; default: the token budget"),
+    ),
+    *_engine(
+        "Waiting queue and scheduling",
+        ("max_queue_requests", _INT, "most requests that wait; more are refused"),
+        ("max_queue_tokens", _INT, "most tokens, prompt and output, that wait; more are refused"),
+        ("policy", ChoiceParser(POLICIES), "order of the waiting queue"),
+        ("reservation", ChoiceParser(RESERVATIONS), "pages a request must find to be admitted"),
+        ("preemption", ChoiceParser(PREEMPTIONS), "what a preempted request gives up"),
+        ("priority_preemption", _BOOL, "a request of higher priority may take the slot of a lower one"),
+    ),
+    *_engine(
+        "KV cache and memory",
+        ("page_size", _INT, "tokens per KV page; a power of two up to 256"),
+        ("num_pages", _INT, "KV pages, the null page included; default: as many as memory_fraction allows"),
+        ("memory_fraction", _FLOAT, "share of the free memory for weights, workspace and KV pages"),
+    ),
+    *_server(
+        "KV cache and memory",
+        ("kv_cache_dtype", ChoiceParser(("auto",)), "auto", "of KV pages; auto: the model's"),
+        ("enable_prefix_caching", _BOOL, False, "reuse pages of shared prompt beginnings; must be false"),
+    ),
+    *_engine(
+        "Compiled shapes",
+        ("decode_buckets", _COUNTS, "decode batch sizes to compile, as 1,4,8; default: chosen"),
+        ("prefill_buckets", _COUNTS, "prefill token counts to compile; default: chosen"),
+        ("table_width_buckets", _COUNTS, "page-table widths to compile, in pages; default: chosen"),
+        ("compile_cache", _TEXT, "folder of compiled programs; empty: none; default: under the cache folder"),
+    ),
+    *_server(
+        "Network",
+        ("host", _TEXT, "127.0.0.1", "address to listen on"),
+        ("http_port", _PORT, 8000, "0: any free port"),
+        ("grpc_port", _PORT, 9000, "0: any free port"),
+        ("api_key", _TEXT, None, "key that clients must send as bearer token; better given as JAXSERVE_API_KEY"),
+        ("max_body_bytes", _COUNT, 8 << 20, "largest request body"),
+    ),
+    *_server(
+        "Operation",
+        ("drain_grace_s", FloatParser(low=0), 30.0, "seconds that open requests get to end after SIGTERM"),
+        ("metrics_compat", ChoiceParser(("", "vllm")), "", "vllm: also export metrics under vLLM's names"),
+        ("log_level", ChoiceParser(LOG_LEVELS), "info", "least level that is logged"),
+    ),
+    *_engine(
+        "Operation",
+        ("trace_file", _TEXT, "write a record of every iteration to this file, as JSON lines"),
+    ),
+    *_bench(
+        "Measurement",
+        ("model", _TEXT, _DEFAULTS["model"], "demo name, directory, .gguf, Orbax directory or hub id"),
+        ("dtypes", ListParser(ChoiceParser(DTYPES)), DTYPES, "dtypes to measure"),
+        ("slots", _COUNTS, (1, 8, 32), "slot counts to measure"),
+        ("prompt_tokens", _COUNT, 32, "tokens of each prompt"),
+        ("output_tokens", IntParser(low=2), 64, "tokens of each output"),
+        ("requests_per_slot", _COUNT, 2, "requests of a run, in slots"),
+        ("runs", _COUNT, 3, "runs of each figure; the median is reported"),
+        ("output", _TEXT, None, "write the figures to this file, as JSON"),
+        ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged"),
+    ),
+)
