@@ -11,7 +11,7 @@ from jaxserve.core import CheckpointError
 from jaxserve.loading.safetensors_reader import is_safetensors_directory
 
 Progress = Callable[[int, int, str], None]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", "*.h5")
 DEMO_MODEL = "smollm2-135m"
 

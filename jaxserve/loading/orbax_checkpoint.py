@@ -1,0 +1,167 @@
+"""Orbax checkpoints: parameters in this project's own layout, restored straight onto the devices.
+
+A directory holds `config.json` (Hugging Face fields), optionally `generation_config.json` and tokenizer files, and
+the Orbax checkpoint `params`. Every host reads only the shards it holds, so a model larger than one host's memory
+loads. `params` is written last and appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from jaxserve.core import CheckpointError
+from jaxserve.loading.json_file import read_json_object
+from jaxserve.loading.orbax_layout import PARAMS
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.registry import model_config_from_hf
+from jaxserve.models.sharding import param_shardings
+from jaxserve.models.weights import Weight, make_params, weights
+
+Progress = Callable[[int, int, str], None]
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def save_orbax(
+    path: str | Path,
+    hf_config: Mapping[str, Any],
+    params: Mapping[str, Any],
+    *,
+    generation_config: Mapping[str, Any] | None = None,
+    tokenizer_directory: str | Path | None = None,
+) -> Path:
+    """Writes a model directory that `resolve_model` knows.
+
+    Args:
+      path: directory; must not hold a checkpoint yet.
+      hf_config: the model's config.json.
+      params: parameter tree with layers as a list, in any dtype.
+      generation_config: the model's generation_config.json.
+      tokenizer_directory: where to copy tokenizer files from.
+
+    Returns:
+      `path` as a Path.
+
+    Raises:
+      ValueError: the directory holds a checkpoint already, or `params` does not fit `hf_config`.
+    """
+    directory = Path(path).absolute()
+    config = model_config_from_hf(hf_config)
+    _check_saved(config, params)
+    if (directory / PARAMS).exists():
+        raise ValueError(f"{directory / PARAMS} exists already; save to another directory or remove it first")
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / "config.json", hf_config)
+    if generation_config is not None:
+        _write_json(directory / "generation_config.json", generation_config)
+    if tokenizer_directory is not None:
+        for name in _TOKENIZER_FILES:
+            if (Path(tokenizer_directory) / name).is_file():
+                shutil.copyfile(Path(tokenizer_directory) / name, directory / name)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / PARAMS, dict(params))
+        checkpointer.wait_until_finished()
+    return directory
+
+
+def load_orbax(
+    path: Path, dtype: str, mesh: Mesh | None, progress: Progress
+) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
+    """Restores what `save_orbax` wrote.
+
+    Args:
+      path: the model directory.
+      dtype: of the restored parameters, whatever they were saved in.
+      mesh: where to place them; the default device when None.
+      progress: called with bytes placed, bytes in all and a text, before and after.
+
+    Returns:
+      Configuration, parameters with layers as a list, and the generation config.
+
+    Raises:
+      CheckpointError: damaged, or the parameters do not fit config.json.
+    """
+    config = model_config_from_hf(read_json_object(path / "config.json"))
+    generation = path / "generation_config.json"
+    generation_config = read_json_object(generation) if generation.is_file() else {}
+    table = weights(config)
+    total = sum(math.prod(weight.shape) for weight in table) * jnp.dtype(dtype).itemsize
+    progress(0, total, "restoring the Orbax checkpoint")
+    shardings = param_shardings(config, mesh) if mesh is not None else None
+    default = SingleDeviceSharding(jax.devices()[0])
+
+    def target(weight: Weight) -> jax.ShapeDtypeStruct:
+        sharding = default if shardings is None else _leaf(shardings, weight)
+        return jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype), sharding=sharding)
+
+    directory = path.absolute() / PARAMS
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            saved = checkpointer.metadata(directory).item_metadata
+            _check_shapes(path, table, saved)
+            params = checkpointer.restore(directory, make_params(config, target))
+        except CheckpointError:
+            raise
+        except Exception as error:  # Orbax and its storage raise many kinds for a damaged checkpoint
+            first_line = str(error).strip().partition("\n")[0]
+            raise CheckpointError(f"{directory} cannot be restored: {type(error).__name__}: {first_line}") from error
+    progress(total, total, "restored the Orbax checkpoint")
+    return config, params, generation_config
+
+
+def _check_saved(config: ModelConfig, params: Mapping[str, Any]) -> None:
+    if not isinstance(params.get("layers"), list):
+        raise ValueError("params['layers'] must be a list of layers; stacked layers cannot be saved")
+    for weight in weights(config):
+        try:
+            shape = tuple(_leaf(params, weight).shape)
+        except (KeyError, IndexError) as error:
+            raise ValueError(f"params lacks {_named(weight)}, which hf_config asks for") from error
+        if shape != weight.shape:
+            raise ValueError(
+                f"params {_named(weight)} has shape {list(shape)}; hf_config asks for {list(weight.shape)}"
+            )
+
+
+def _check_shapes(path: Path, table: list[Weight], saved: Any) -> None:
+    for weight in table:
+        try:
+            shape = tuple(_leaf(saved, weight).shape)
+        except (KeyError, IndexError, TypeError) as error:
+            raise CheckpointError(f"{path} lacks {_named(weight)}, which its config asks for") from error
+        if shape != weight.shape:
+            raise CheckpointError(
+                f"{path}: {_named(weight)} has shape {list(shape)}; its config asks for {list(weight.shape)}"
+            )
+    num_saved = len(jax.tree.leaves(saved, is_leaf=lambda leaf: hasattr(leaf, "shape")))
+    if num_saved != len(table):
+        raise CheckpointError(f"{path} holds {num_saved} parameters; the model of its config has {len(table)}")
+
+
+def _leaf(tree: Any, weight: Weight) -> Any:
+    for key in weight.path:
+        tree = tree[key]
+    return tree
+
+
+def _named(weight: Weight) -> str:
+    return "/".join(map(str, weight.path))
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(dict(value), ensure_ascii=False, indent=1) + "\n", "utf-8")
