@@ -11,13 +11,10 @@ in simulation and in replay.
 
 States of a request
 -------------------
-    add ──refused──▶ (never live)
-     │
-     ├──no slot────▶ WAITING ◀──preempted── RUNNING
-     └──slot free──▶ RUNNING ◀──promoted─── WAITING
-                       │ last row planned
-                       ▼
-                    LANDING ──last token seen──▶ ended
+    add ─┬─ refused, never live
+         ├─ no slot ────▶ WAITING ◀─preempted─┐
+         │                   └────promoted──▶ │
+         └─ slot free ──────────────────────▶ RUNNING ─last row planned─▶ LANDING ─it came back─▶ ended
 
     WAITING   in the queue. Holds no slot; pages only if it was paused.
     RUNNING   holds a slot. Every plan carries it while the token budget lasts.
@@ -28,10 +25,12 @@ Order of one iteration
 ----------------------
 1. Events in order of time and arrival: aborts and arrivals by their calls, expired deadlines when
    `schedule` begins.
-2. An arrival without a free slot may preempt a lower class, if the victim's place in the queue exists.
+2. An arrival takes a free slot at once if nobody waits ahead of it, or if `arrivals_claim_slots` lets it
+   pass the queue. Under `priority_preemption` it also passes a front of lower class, and without a free
+   slot it takes a lower class's, if the victim's place in the queue exists and pages for it are free.
 3. Else it is queued, or refused with a reason: both bounds of the queue hold at all times.
-4. The queue's front is promoted while slots are free and the reservation finds pages. Nobody overtakes
-   a front that does not fit, so nobody starves.
+4. The queue's front is promoted while slots are free and the reservation finds pages. Nobody in the
+   queue overtakes a front that does not fit.
 5. Every decode-ready slot gets its token before any prompt gets one.
 6. The rest of the token budget goes to prompts in promotion order, at most `prefill_chunk` each and
    `max_prefill_seqs` of them.
@@ -53,6 +52,7 @@ What may never happen
   decode-ready slot goes without.
 - An empty plan while some request holds a slot.
 - A page owned twice, or page 0 owned; a running request without a page for its next token.
+- A request left waiting for ever: every step either gives the front a slot or brings a holder nearer its end.
 - A queue beyond a bound; a live request in no state or in two.
 - offered ≠ completed + rejected + expired + aborted + failed + live.
 - Work in an iteration that grows with the queue's length.
@@ -210,8 +210,7 @@ class Scheduler(SchedulerState):
     def _place(self, sequence: Sequence) -> bool:
         """Gives an arrival a slot, a free one or a lower class's; changes nothing when it cannot."""
         if self._slots.num_free:
-            entitled = self.config.arrivals_claim_slots or self._waiting.would_lead(sequence)
-            if not entitled or not self._reservation.reserve(sequence):
+            if not self._may_take_free_slot(sequence) or not self._reservation.reserve(sequence):
                 return False
         else:
             if not self.config.priority_preemption:
@@ -224,6 +223,14 @@ class Scheduler(SchedulerState):
             self._preempt(victim)
         self._occupy(sequence)
         return True
+
+    def _may_take_free_slot(self, sequence: Sequence) -> bool:
+        if self.config.arrivals_claim_slots or self._waiting.would_lead(sequence):
+            return True
+        # Whom it could preempt the moment after, it need not let pass first.
+        front = self._waiting.front()
+        outranks = front is not None and front.request.priority > sequence.request.priority
+        return outranks and self.config.priority_preemption
 
     def _enqueue(self, sequence: Sequence, now: float) -> Rejection | None:
         waiting = self._waiting

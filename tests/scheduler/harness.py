@@ -1,4 +1,9 @@
-"""A scheduler with a fake device: tokens that can be computed by hand, and any number of steps in flight."""
+"""A scheduler with a fake device: tokens that can be computed by hand, and any number of steps in flight.
+
+The fake device keeps what the real one keeps, a page table and a last token per slot and the contents of
+every page, and changes it by plans alone. So a plan that forgets a page, reuses one too early or resumes
+with a wrong token fails here, in the iteration that does it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.core import Rejection, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult, TokenEvent
 
-STOP_ID = 7
+STOP_ID = 1007
 
 
 def make_config(**changes: Any) -> SchedulerConfig:
@@ -38,6 +43,53 @@ def stopping_request(request_id: str, prompt: int = 4, output: int = 8, *, min_t
     return make_request(request_id, prompt, output, params=params, eos_token_ids=(STOP_ID,))
 
 
+class FakeDevice:
+    """Executes plans in order on a paged memory that remembers which token of which request it holds.
+
+    Args:
+      config: page size and slots.
+      sample: token of (request id, position).
+    """
+
+    def __init__(self, config: SchedulerConfig, sample: Callable[[str, int], int]) -> None:
+        self._page_size = config.page_size
+        self._tables: list[dict[int, int]] = [{} for _ in range(config.max_num_seqs)]
+        self._last_token = [-1] * config.max_num_seqs
+        self._memory: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (owner, position)
+        self._sample = sample
+
+    def run(self, plan: StepPlan, owner_of: Callable[[str], int]) -> StepResult:
+        """Writes every row's K/V, then checks that every row finds its whole context."""
+        for placement in plan.placements:
+            self._tables[placement.slot] = {}
+            self._last_token[placement.slot] = placement.last_token_id
+        for update in plan.pages:
+            for index, page in enumerate(update.page_ids, update.first):
+                assert page != 0, f"slot {update.slot} got the null page"
+                self._tables[update.slot][index] = page
+        spans = [(row.request_id, row.slot, row.position, row.position + 1) for row in plan.decode]
+        spans += [(c.request_id, c.slot, c.start, c.start + len(c.token_ids)) for c in plan.prefill]
+        for request_id, slot, start, end in spans:
+            for position in range(start, end):
+                self._memory[self._place(slot, position)] = (owner_of(request_id), position)
+        for request_id, slot, _, end in spans:
+            for position in range(end):
+                found = self._memory.get(self._place(slot, position))
+                assert found == (owner_of(request_id), position), f"{request_id} finds {found} at {position}"
+        for row in plan.decode:
+            fed, right = self._last_token[row.slot], self._sample(row.request_id, row.position)
+            assert fed == right, f"{row.request_id} is fed {fed} at {row.position}, not {right}"
+        sampled = [self._sample(request_id, end) for request_id, _, _, end in spans]
+        emits = [True] * len(plan.decode) + [chunk.emits for chunk in plan.prefill]
+        for (_, slot, _, _), token, emitted in zip(spans, sampled, emits, strict=True):
+            if emitted:
+                self._last_token[slot] = token
+        return StepResult(tuple(sampled[: len(plan.decode)]), tuple(sampled[len(plan.decode) :]))
+
+    def _place(self, slot: int, position: int) -> tuple[int, int]:
+        return self._tables[slot][position // self._page_size], position % self._page_size
+
+
 class Harness:
     """Runs a scheduler; each call of `step` plans one iteration, and collects the one planned `lag` steps before.
 
@@ -47,14 +99,14 @@ class Harness:
     Args:
       config: limits.
       lag: plans kept in flight, 0 or more.
-      sample: token of (request id, position); 0 by default.
+      sample: token of (request id, position); the position by default.
     """
 
     def __init__(
         self,
         config: SchedulerConfig | None = None,
         lag: int = 0,
-        sample: Callable[[str, int], int] = lambda request_id, position: 0,
+        sample: Callable[[str, int], int] = lambda request_id, position: position,
     ) -> None:
         self.config = config or make_config()
         self.records: list[dict[str, Any]] = []
@@ -65,8 +117,8 @@ class Harness:
         self.ends: dict[str, str] = {}
         self.now = 0.0
         self._lag = lag
-        self._sample = sample
-        self._in_flight: deque[StepPlan] = deque()
+        self._device = FakeDevice(self.config, sample)
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
 
     def add(self, *requests: Request) -> list[Rejection | None]:
         """Adds requests in order."""
@@ -97,10 +149,10 @@ class Harness:
         self.scheduler.check_invariants()
         if not plan.empty:
             self.plans.append(plan)
-            self._in_flight.append(plan)
+            self._in_flight.append((plan, self._device.run(plan, self._owner)))
         keep = self._lag if not plan.empty else max(len(self._in_flight) - 1, 0)
         while len(self._in_flight) > keep:
-            self._land(self._in_flight.popleft())
+            self._land(*self._in_flight.popleft())
         self.now += 1.0
         return plan
 
@@ -112,13 +164,10 @@ class Harness:
             self.step()
         raise AssertionError(f"still live after {limit} steps: {self.scheduler.live_ids}")
 
-    def _land(self, plan: StepPlan) -> None:
-        result = StepResult(
-            decode_tokens=tuple(self._sample(row.request_id, row.position + 1) for row in plan.decode),
-            prefill_tokens=tuple(
-                self._sample(chunk.request_id, chunk.start + len(chunk.token_ids)) for chunk in plan.prefill
-            ),
-        )
+    def _owner(self, request_id: str) -> int:
+        return self.scheduler.sequence(request_id).arrival
+
+    def _land(self, plan: StepPlan, result: StepResult) -> None:
         events = self.scheduler.update(plan, result, self.now)
         for event in events:
             if event.token_id is not None:
