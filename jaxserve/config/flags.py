@@ -54,9 +54,9 @@ def parse_flags(command: str, argv: Sequence[str]) -> absl_flags.FlagValues:
         rest = values(words)[1:]
     except absl_flags.UnrecognizedFlagError as error:
         # absl's message ends in the names it may be mistaken for.
-        exit_with(str(error))
+        exit_with(str(error).removeprefix("ERROR:: "))
     except absl_flags.Error as error:
-        exit_with(str(error))
+        exit_with(str(error).removeprefix("ERROR:: "))
     except OSError as error:
         exit_with(f"--flagfile: {error}")
     if rest:

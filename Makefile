@@ -1,0 +1,35 @@
+# make serve | test | check | bench | venv, each from a fresh clone. BUILD.md says more.
+#   ARGS=...    more arguments, as: make serve ARGS="--http_port=8080 --max_num_seqs=16"
+#   PYTHON=...  interpreter to make .venv with; EXTRAS=dev,cuda13 or dev,tpu for accelerators
+
+MODEL ?= smollm2-135m
+ARGS ?=
+VENV ?= .venv
+PYTHON_BIN := $(VENV)/bin/python
+export VENV
+
+.PHONY: help venv model serve test check bench clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+venv:
+	@tools/make_venv
+
+model: venv
+	@$(PYTHON_BIN) -c "from jaxserve.loading import resolve_model; resolve_model('$(MODEL)')"
+
+serve: venv
+	@exec $(PYTHON_BIN) -m jaxserve.server --model=$(MODEL) $(ARGS)
+
+test: model
+	@$(PYTHON_BIN) -m pytest $(ARGS)
+
+check: venv
+	@tools/check
+
+bench: venv
+	@$(PYTHON_BIN) -m jaxserve.bench offline $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
