@@ -106,7 +106,7 @@ class RequestState:
         Returns:
           The stop string that ended the request, when one did: the scheduler does not know yet.
         """
-        delta = OutputDelta(self.index, finish_reason=event.finish_reason)
+        delta = OutputDelta(self.index, finish_reason=event.finish_reason and str(event.finish_reason))
         stopped = None
         if event.token_id is not None:
             stopped = self._take_token(event, event.token_id, output, delta, now)
