@@ -27,8 +27,9 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection
@@ -137,7 +138,7 @@ class TraceWriter:
 
     def __init__(self, path: str | Path, *, model: str = "", config: SchedulerConfig | None = None) -> None:
         self._path = Path(path)
-        self._file: TextIO | None = self._path.open("w", encoding="utf-8", buffering=1)  # a line is whole or absent
+        self._file: FileIO | None = FileIO(self._path, "w")  # unbuffered: what happened before a crash is there
         self._write(
             {
                 "kind": "header",
@@ -161,7 +162,9 @@ class TraceWriter:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
             logger.error("trace_file %s ends here: %s", self._path, error)
-            self._file = None
+            self.close()

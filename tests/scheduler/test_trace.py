@@ -1,0 +1,100 @@
+"""The iteration trace: keys, placement of events, the file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from jaxserve.core import FinishReason
+from jaxserve.scheduler import SCHEMA_VERSION, Scheduler, StepResult, TraceWriter
+from tests.scheduler.harness import Harness, make_config, make_request
+
+DECISIONS = {"iteration", "now", "decode", "prefill", "prefill_emitted", "preempted", "unused_budget", "bucket"}
+OUTCOMES = {"rejected", "completed", "aborted", "queue", "active", "pages_free", "pages_cached", "pages_owned"}
+
+
+def test_a_record_has_every_key_of_the_contract_and_turns_into_json() -> None:
+    harness = Harness()
+    harness.add(make_request("a", 12, 3))
+    harness.run()
+    for record in harness.records:
+        assert set(record) >= DECISIONS | OUTCOMES
+        assert json.loads(json.dumps(record)) == record
+
+
+def test_a_record_says_what_the_plan_did_and_what_is_left_after_it() -> None:
+    harness = Harness(make_config(max_num_seqs=1))
+    harness.add(make_request("a", 12, 2), make_request("b", 4, 1))
+    harness.run()
+    first, second, third, fourth = harness.records
+    assert (first["prefill"], first["prefill_emitted"], first["unused_budget"]) == ([["a", 8]], [], 8)
+    assert (first["active"], first["queue"], first["pages_owned"]) == (["a"], ["b"], 2)
+    assert (second["prefill_emitted"], second["now"], second["iteration"]) == (["a"], 1.0, 1)
+    assert (third["decode"], third["completed"], third["active"], third["pages_owned"]) == (["a"], ["a"], [], 0)
+    assert fourth["completed"] == ["b"]
+
+
+def test_events_hold_what_came_in_since_the_record_before_with_its_place() -> None:
+    harness = Harness(make_config(max_num_seqs=1, max_queue_requests=2), lag=1)
+    harness.add(make_request("a", 4, 9), make_request("b", 5, 6, priority=3, deadline_at=2.5))
+    harness.step()
+    harness.add(make_request("c", 4, 2, tenant="t"), make_request("d"))
+    harness.abort("a")
+    harness.run()
+    events = [event for record in harness.records for event in record["events"]]
+    short = [(e["kind"], e["id"], e["now"], e["step"], e.get("outcome"), e.get("reason")) for e in events]
+    assert short == [
+        ("add", "a", 0.0, [0, 0], "slot", None),
+        ("add", "b", 0.0, [0, 0], "queue", None),
+        ("add", "c", 1.0, [1, 0], "queue", None),
+        ("add", "d", 1.0, [1, 0], "queue_full_requests", None),
+        ("abort", "a", 1.0, [1, 0], None, "abort"),
+        ("expire", "b", 3.0, [3, 2], None, None),
+    ]
+    assert (events[1]["prompt"], events[1]["max_tokens"], events[1]["priority"]) == (5, 6, 3)
+    assert (events[1]["deadline_at"], events[2]["tenant"]) == (2.5, "t")
+
+
+def test_ends_are_listed_by_what_they_are() -> None:
+    harness = Harness()
+    harness.add(*(make_request(name, 4, 9) for name in ("stopped", "failed", "aborted", "goes_on")))
+    harness.abort("stopped", reason=FinishReason.STOP)
+    harness.abort("failed", reason=FinishReason.ERROR)
+    harness.abort("aborted")
+    harness.step()
+    (record,) = harness.records
+    assert [record[key] for key in ("completed", "failed", "aborted")] == [["stopped"], ["failed"], ["aborted"]]
+
+
+def test_the_bucket_that_ran_is_recorded() -> None:
+    records: list[dict[str, object]] = []
+    scheduler = Scheduler(make_config(), trace=records.append)
+    scheduler.add(make_request("a", 4, 1), 0.0)
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, StepResult((), (5,)), 0.0, bucket="d0.p16.w2")
+    assert records[0]["bucket"] == "d0.p16.w2"
+
+
+def test_a_trace_file_is_a_header_and_one_line_per_iteration(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    writer = TraceWriter(path, model="tiny", config=make_config())
+    writer({"iteration": 0})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]  # whole before it is closed
+    assert lines[0]["schema_version"] == SCHEMA_VERSION and lines[0]["model"] == "tiny"
+    assert lines[0]["config"]["prefill_chunk"] == 8
+    assert lines[1] == {"iteration": 0}
+    writer.close()
+    writer({"iteration": 1})
+    assert len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_ends_the_trace_and_not_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        writer = TraceWriter("/dev/full")
+        writer({"iteration": 0})
+    (message,) = caplog.messages
+    assert "trace_file /dev/full ends here" in message
