@@ -26,7 +26,7 @@ from jaxserve.core import CheckpointError
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
+_SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),
@@ -134,7 +134,7 @@ class _Parser:
         if not isinstance(alignment, int) or alignment < 1:
             raise CheckpointError(f"{self._path}: general.alignment is {alignment!r}; it must be a positive integer")
         start = -(-self._at // alignment) * alignment
-        return GgufFile(self._path, metadata, {name: self._tensor(name, *rest, start) for name, *rest in table})
+        return GgufFile(self._path, metadata, {entry[0]: self._tensor(*entry, start) for entry in table})
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()

@@ -83,8 +83,9 @@ def _dequantised(tensor: GgufTensor, name: str) -> np.ndarray[Any, Any]:
         return data.view(np.float64).reshape(tensor.shape).astype(np.float32)
     rows = data.reshape(math.prod(tensor.shape[:-1]), -1)
     try:
-        return dequantize(rows, tensor.quantisation).reshape(tensor.shape)
+        value: np.ndarray[Any, Any] = dequantize(rows, tensor.quantisation)
     except NotImplementedError as error:
         raise UnsupportedModelError(
             f"{tensor.file}: tensor {name} is quantised as {tensor.quantisation.name}, which is not supported"
         ) from error
+    return value.reshape(tensor.shape)
