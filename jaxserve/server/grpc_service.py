@@ -31,7 +31,7 @@ Context = Any
 """`grpc.aio.ServicerContext`, whose methods the stubs describe only in part."""
 
 
-class InferenceServicer(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """The service's methods.
 
     Args:
@@ -181,7 +181,7 @@ class GrpcServer:
         self._server = grpc.aio.server(options=options)
         servicer = InferenceServicer(service, api_key)
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

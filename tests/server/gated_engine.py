@@ -1,0 +1,32 @@
+"""The real engine with a gate in front of each step, so that tests decide when it runs; and one that breaks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.engine.engine import Progress
+
+
+class GatedEngine(Engine):
+    """`gate` cleared: no step begins. `fault` set: the next step raises it."""
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, **kwargs: Any) -> None:
+        super().__init__(config, progress=progress, **kwargs)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fault: Exception | None = None
+
+    def step(self) -> bool:
+        self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
+        return super().step()
+
+    @property
+    def clean(self) -> bool:
+        """Nothing is live and no page is owned."""
+        scheduler = self.scheduler
+        return not self.has_work and scheduler.idle and scheduler.pages_owned == 0
