@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 from jaxserve.core.sampling_params import SamplingParams
 
@@ -24,7 +25,7 @@ class Priority:
     HIGH = -10
     NORMAL = 0
     LOW = 10
-    NAMES = {"high": HIGH, "normal": NORMAL, "low": LOW}
+    NAMES: ClassVar[dict[str, int]] = {"high": HIGH, "normal": NORMAL, "low": LOW}
     MIN, MAX = -(2**31), 2**31 - 1
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 20
-"""Most alternatives per position, the limit OpenAI and vLLM publish; it fixes the shape of the compiled sampler's output."""
+"""Most alternatives per position, as OpenAI and vLLM have it; it fixes the shape of the sampler's output."""
 MAX_NUM_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -81,9 +81,7 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 0, 2**63 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**63 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})"
-            )
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens ({self.max_tokens})")
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_int("top_k", self.top_k, -1, 2**63 - 1)
         _check_float("top_p", self.top_p, 0.0, 1.0)
@@ -111,13 +109,9 @@ class SamplingParams:
             if not text:
                 raise ValueError('stop has an empty string ""; leave it out or set stop to null')
             if len(text) > MAX_STOP_STRING_CHARS:
-                raise ValueError(
-                    f"a stop string has {len(text)} characters; the limit is {MAX_STOP_STRING_CHARS}"
-                )
+                raise ValueError(f"a stop string has {len(text)} characters; the limit is {MAX_STOP_STRING_CHARS}")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; the limit is {MAX_STOP_TOKEN_IDS}"
-            )
+            raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} ids; the limit is {MAX_STOP_TOKEN_IDS}")
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
 

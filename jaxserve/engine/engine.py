@@ -100,7 +100,11 @@ class Engine:
             ),
         )
         self.runner = ModelRunner(
-            loaded.config, _layer_form(loaded.params, config.scan_layers, self._mesh), config, self.max_model_len, self._mesh
+            loaded.config,
+            _layer_form(loaded.params, config.scan_layers, self._mesh),
+            config,
+            self.max_model_len,
+            self._mesh,
         )
         self._trace = (
             TraceWriter(config.trace_file, model=self.model_name, config=self.runner.scheduler_config)

@@ -159,5 +159,7 @@ def _params_for(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
     if len(params) != len(prompts):
-        raise ValueError(f"there are {len(prompts)} prompts and {len(params)} sampling settings; give one for all or one each")
+        raise ValueError(
+            f"there are {len(prompts)} prompts and {len(params)} sampling settings; give one for all or one each"
+        )
     return list(params)

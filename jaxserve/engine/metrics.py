@@ -48,7 +48,10 @@ class EngineMetrics:
             registry=self.registry,
         )
         self._rejected = Counter(
-            "jaxserve:requests_rejected", "Refused requests by reason.", [*self._labels, "reason"], registry=self.registry
+            "jaxserve:requests_rejected",
+            "Refused requests by reason.",
+            [*self._labels, "reason"],
+            registry=self.registry,
         )
         self._compiles = counter("compiles", "Compilations of the process; constant after warm-up.")
         self._counted_compiles = 0
@@ -108,6 +111,6 @@ class EngineMetrics:
         return Counter(f"jaxserve:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"jaxserve:{name}", text, list(self._labels), buckets=buckets, registry=self.registry
-        ).labels(**self._labels)
+        return Histogram(f"jaxserve:{name}", text, list(self._labels), buckets=buckets, registry=self.registry).labels(
+            **self._labels
+        )

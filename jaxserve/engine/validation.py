@@ -83,9 +83,7 @@ def make_requests(
 
 def _granted_tokens(length: int, max_tokens: int | None, max_model_len: int) -> int:
     if length > max_model_len or (length == max_model_len and max_tokens != 0):
-        raise ValueError(
-            f"prompt has {length} tokens; the limit is {max_model_len} (max_model_len), output included"
-        )
+        raise ValueError(f"prompt has {length} tokens; the limit is {max_model_len} (max_model_len), output included")
     if max_tokens is None:
         return max_model_len - length
     if length + max_tokens > max_model_len:

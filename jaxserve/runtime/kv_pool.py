@@ -26,11 +26,6 @@ def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, None, None, heads))
 
 
-def bytes_per_page(config: ModelConfig, page_size: int, dtype: str) -> int:
-    """Bytes of one page over all layers, all devices together."""
-    return config.num_layers * 2 * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(dtype).itemsize
-
-
 def make_pool(config: ModelConfig, num_pages: int, page_size: int, dtype: str, mesh: Mesh) -> jax.Array:
     """A zeroed pool, made on the devices in its sharding."""
     shape = pool_shape(config, num_pages, page_size)

@@ -14,10 +14,10 @@ import jax
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes, all devices together.
+    """Bytes on one device (every device of the mesh holds as much).
 
     Attributes:
-      limit_bytes: memory that may be used; 0 when `num_pages` was given and nothing was measured.
+      limit_bytes: memory that may be used.
       weights_bytes, workspace_bytes, state_bytes, kv_bytes: shares.
       num_pages: pages, the null page included.
       page_size: tokens per page.
@@ -38,16 +38,14 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the table shown at start-up."""
-        rows = [
+        return [
             ("weights", format_bytes(self.weights_bytes)),
             ("workspace of the largest step", format_bytes(self.workspace_bytes)),
             ("slot state", format_bytes(self.state_bytes)),
             (f"KV pool: {self.num_pages} pages of {self.page_size} tokens", format_bytes(self.kv_bytes)),
             ("tokens held at once", f"{self.max_tokens:,}"),
+            ("allowed (memory_fraction)", format_bytes(self.limit_bytes)),
         ]
-        if self.limit_bytes:
-            rows.append(("allowed (memory_fraction)", format_bytes(self.limit_bytes)))
-        return rows
 
 
 def available_bytes(device: jax.Device) -> int:

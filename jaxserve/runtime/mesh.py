@@ -16,6 +16,7 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
     devices = jax.devices()
     if len(devices) < tensor_parallel_size:
         raise ValueError(
-            f"tensor_parallel_size is {tensor_parallel_size}; this machine has {len(devices)} {devices[0].platform} device(s)"
+            f"tensor_parallel_size is {tensor_parallel_size}; this machine has {len(devices)}"
+            f" {devices[0].platform} device(s)"
         )
     return Mesh(np.asarray(devices[:tensor_parallel_size]).reshape(1, -1), ("data", "model"))

@@ -7,6 +7,7 @@ that no step keeps a second copy of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -79,11 +80,7 @@ class ProgramTable:
         """Compiles the step of one bucket for a pool of `num_pages`."""
         layout = TableLayout(bucket)
         step = make_step(self._config, layout, self._page_size, self._implementation)
-        pool = jax.ShapeDtypeStruct(
-            pool_shape(self._config, num_pages, self._page_size),
-            jnp.dtype(self._dtype),
-            sharding=pool_sharding(self._config, self._mesh),
-        )
+        pool = self._pool(num_pages)
         blobs = self._on_mesh(
             (
                 jax.ShapeDtypeStruct((layout.int_size,), jnp.int32),
@@ -109,13 +106,15 @@ class ProgramTable:
             self._steps[bucket] = program
         return _workspace(program)
 
-    def warm_up(self, buckets: list[Bucket], num_pages: int, pool_bytes: int, progress: Progress | None = None) -> None:
+    def warm_up(self, buckets: list[Bucket], num_pages: int, progress: Progress | None = None) -> None:
         """Compiles every bucket and the placement program; two at a time, largest first.
 
         Raises:
           JaxserveError: a program would not update the pool in place.
         """
         total = len(buckets) + 1
+        pool = self._pool(num_pages)
+        pool_bytes = math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize
         self._place = (
             jax.jit(place_row, donate_argnums=0, out_shardings=jax.tree.map(lambda _: self._replicated, self._state))
             .lower(self._state, self._on_mesh(jax.ShapeDtypeStruct((), jnp.int32)), self._abstract_row())
@@ -135,12 +134,16 @@ class ProgramTable:
     def _kept_or_compiled(self, bucket: Bucket, num_pages: int) -> Any:
         return self._steps.get(bucket) or self.compile(bucket, num_pages)
 
+    def _pool(self, num_pages: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            pool_shape(self._config, num_pages, self._page_size),
+            jnp.dtype(self._dtype),
+            sharding=pool_sharding(self._config, self._mesh),
+        )
+
     def _abstract_row(self) -> SlotRow:
         return SlotRow(
-            *(
-                jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=self._replicated)
-                for array in self._state
-            )
+            *(jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=self._replicated) for array in self._state)
         )
 
     def _on_mesh(self, tree: Any) -> Any:

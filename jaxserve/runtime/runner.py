@@ -6,6 +6,7 @@ the sampled tokens. Between the two the host is free. Pool and slot state never 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.models import ModelConfig
-from jaxserve.runtime.kv_pool import bytes_per_page, make_pool
+from jaxserve.runtime.kv_pool import make_pool, pool_shape, pool_sharding
 from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, make_plan
 from jaxserve.runtime.programs import ProgramTable, Progress
-from jaxserve.runtime.slot_state import SlotRow, slot_row
+from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, slot_row
 from jaxserve.runtime.steps import StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.tables import Bucket, BucketTable, StepTables, TableBuilder
@@ -135,7 +136,7 @@ class ModelRunner:
         """Allocates the pool, compiles every bucket and runs each once on padding."""
         config = self._config
         buckets = self.buckets.all()
-        self._programs.warm_up(buckets, self.memory_plan.num_pages, self.memory_plan.kv_bytes, progress)
+        self._programs.warm_up(buckets, self.memory_plan.num_pages, progress)
         self._pool = make_pool(
             self._model_config, self.memory_plan.num_pages, config.page_size, config.dtype, self._mesh
         )
@@ -207,20 +208,25 @@ class ModelRunner:
 
     def _plan_memory(self, shape: SchedulerConfig) -> MemoryPlan:
         config = self._config
-        devices = self._mesh.devices.ravel()
-        page_bytes = bytes_per_page(self._model_config, config.page_size, config.dtype)
-        weights = sum(x.nbytes for x in jax.tree.leaves(self._params))
-        slots = config.max_num_seqs + 1
-        # On CPU the weights are in the host memory already when the rest is measured.
-        free = available_bytes(devices[0]) * (1 if devices[0].platform == "cpu" else len(devices))
-        in_use = weights if devices[0].platform == "cpu" else 0
+        device = self._mesh.devices.flat[0]
+        weights = sum(_bytes_on_a_device(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(self._params))
+        free = available_bytes(device)
+        if device.platform == "cpu":
+            # Host "devices" share one memory, and the weights are in it already.
+            free = free // self._mesh.size + weights
+        page = pool_shape(self._model_config, 1, config.page_size)
+        state = abstract_slot_state(config.max_num_seqs, self._model_config.vocab_size)
         return make_plan(
-            allowed_bytes=int((free + in_use) * config.memory_fraction),
+            allowed_bytes=int(free * config.memory_fraction),
             weights_bytes=weights,
             workspace_bytes=self._programs.workspace_bytes(self.buckets.all()[-1], config.num_pages),
-            state_bytes=slots * self._model_config.vocab_size * 10,
-            page_bytes=page_bytes,
+            state_bytes=sum(_bytes_on_a_device(x.shape, x.dtype, self._replicated) for x in state),
+            page_bytes=_bytes_on_a_device(page, config.dtype, pool_sharding(self._model_config, self._mesh)),
             page_size=config.page_size,
             num_pages=config.num_pages,
             most_pages=config.max_num_seqs * shape.pages_per_seq + 1,
         )
+
+
+def _bytes_on_a_device(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
+    return math.prod(sharding.shard_shape(shape)) * jax.numpy.dtype(dtype).itemsize

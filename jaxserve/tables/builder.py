@@ -100,9 +100,7 @@ class TableBuilder:
         """
         self._apply(plan, request_of)
         tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
-        longest = max(
-            [row.position + 1 for row in plan.decode] + [c.start + len(c.token_ids) for c in plan.prefill]
-        )
+        longest = max([row.position + 1 for row in plan.decode] + [c.start + len(c.token_ids) for c in plan.prefill])
         bucket = self._buckets.choose(
             decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size)
         )

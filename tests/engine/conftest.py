@@ -15,9 +15,17 @@ def make_llm(tiny_model_dir):
     made = {}
 
     def make(**settings):
-        settings = dict(
-            dtype="float32", max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64, page_size=16, num_pages=66
-        ) | settings
+        settings = (
+            dict(
+                dtype="float32",
+                max_model_len=128,
+                max_num_seqs=8,
+                max_num_batched_tokens=64,
+                page_size=16,
+                num_pages=66,
+            )
+            | settings
+        )
         settings.setdefault("decode_buckets", (settings["max_num_seqs"],))
         settings.setdefault("prefill_buckets", (settings["max_num_batched_tokens"],))
         settings.setdefault("table_width_buckets", (settings["max_model_len"] // settings["page_size"],))

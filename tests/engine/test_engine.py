@@ -97,7 +97,7 @@ def test_max_tokens_zero_only_scores_the_prompt_up_to_the_whole_context(llm):
 @pytest.mark.parametrize("bad", [[-1], [2**31], [10**6], [1.5], [True], ["1"]])
 def test_bad_prompt_ids_are_refused_by_name(llm, bad):
     """API-1."""
-    with pytest.raises(ValueError, match="prompt (has id|must be integers)"):
+    with pytest.raises(ValueError, match=r"prompt (has id|must be integers)"):
         one(llm, [1, *bad], greedy(1))
 
 

@@ -141,4 +141,3 @@ def test_top_k_beyond_the_vocabulary_is_off(llm):
     want = ids(llm.generate(prompt, SamplingParams(**base), use_tqdm=False))
     for k in (-1, 0, llm.engine.limits.vocab_size, 10**7):
         assert ids(llm.generate(prompt, SamplingParams(top_k=k, **base), use_tqdm=False)) == want
-

@@ -59,9 +59,7 @@ def logits(rows, seed=0):
 
 def frequencies(sample, row, draws=4000, **settings):
     """How often each token is drawn from one row of logits, over many seeds."""
-    tokens = sample(
-        jnp.tile(row, (draws, 1)), make_state(), columns(draws, slot=np.zeros(draws), **settings)
-    )
+    tokens = sample(jnp.tile(row, (draws, 1)), make_state(), columns(draws, slot=np.zeros(draws), **settings))
     return np.bincount(np.asarray(tokens), minlength=VOCAB) / draws
 
 
@@ -110,9 +108,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(sample, p):
 def test_top_p_one_and_zero_temperature_spread_are_untouched_by_neighbours(sample):
     x = logits(4)
     alone = [sample(x[i : i + 1], make_state(), columns(1, seed_low=i, slot=0))[0] for i in range(4)]
-    mixed = sample(
-        x, make_state(), columns(4, top_p=[1, 1, 1, 0.2], top_k=[0, 0, 5, 0], temperature=[1, 1, 0, 1])
-    )
+    mixed = sample(x, make_state(), columns(4, top_p=[1, 1, 1, 0.2], top_k=[0, 0, 5, 0], temperature=[1, 1, 0, 1]))
     assert alone[:2] == list(mixed[:2])
 
 

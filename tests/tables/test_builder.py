@@ -49,9 +49,7 @@ def test_decode_and_prefill_rows_with_padding():
     np.testing.assert_array_equal(fields["temperature"], [0.5, 0, 0, 0, 0, 0])
     np.testing.assert_array_equal(fields["top_k"], [3, 0, 0, 0, 0, 0])
     assert fields["seed_high"][0] == 7 and fields["seed_low"][0] == 5
-    np.testing.assert_array_equal(
-        fields["flags"], [FLAG_LIVE, 0, 0, 0, FLAG_LIVE | FLAG_PROMPT_LOGPROBS, 0]
-    )
+    np.testing.assert_array_equal(fields["flags"], [FLAG_LIVE, 0, 0, 0, FLAG_LIVE | FLAG_PROMPT_LOGPROBS, 0])
 
 
 def test_a_chunk_short_of_the_prompts_end_samples_nothing():
@@ -89,9 +87,7 @@ def test_stop_ids_are_held_off_until_min_tokens_are_out():
     request = Request("a", (1, 2, 3), SamplingParams(min_tokens=2, max_tokens=9))
     held = []
     for position in (3, 4, 5):
-        plan = StepPlan(
-            iteration=0, decode=(DecodeRow("a", 0, position - 1),), placements=(Placement("a", 0, 0, -1),)
-        )
+        plan = StepPlan(iteration=0, decode=(DecodeRow("a", 0, position - 1),), placements=(Placement("a", 0, 0, -1),))
         _, fields = build(plan, {"a": request})
         assert fields["flags"][0] & FLAG_EDITS
         held.append(bool(fields["flags"][0] & FLAG_HOLD_STOPS))

@@ -1,0 +1,82 @@
+"""Compiled programs: in place, no copy of the pool, and a hard error for what was not compiled."""
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.core import JaxserveError, MissingBucketError
+from jaxserve.loading import load_model, resolve_model
+from jaxserve.runtime import ModelRunner, make_mesh
+from jaxserve.runtime.memory_plan import format_bytes, make_plan
+from jaxserve.runtime.programs import _check_in_place
+from jaxserve.tables import Bucket
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_model_dir):
+    config = EngineConfig(
+        model=str(tiny_model_dir),
+        dtype="float32",
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        num_pages=9,
+        decode_buckets=(2,),
+        prefill_buckets=(8,),
+        table_width_buckets=(4,),
+    )
+    mesh = make_mesh(1)
+    loaded = load_model(resolve_model(str(tiny_model_dir)), "float32", mesh=mesh)
+    return ModelRunner(loaded.config, loaded.params, config, 64, mesh)
+
+
+@pytest.mark.parametrize("bucket", [Bucket(2, 0, 0, 4), Bucket(2, 8, 8, 4)])
+def test_workspace_does_not_grow_with_the_pool(runner, bucket):
+    programs = runner._programs
+    small, large = programs.compile(bucket, 9), programs.compile(bucket, 900)
+    assert small.memory_analysis().temp_size_in_bytes == large.memory_analysis().temp_size_in_bytes
+    page = 2 * 2 * 2 * 16 * 16 * 4
+    assert large.memory_analysis().alias_size_in_bytes >= 900 * page
+    with pytest.raises(JaxserveError, match="would be copied"):
+        _check_in_place(bucket, small, 900 * page)
+
+
+def test_a_missing_bucket_is_a_hard_error(runner):
+    with pytest.raises(MissingBucketError, match="d1p0w4 was not compiled"):
+        runner._programs.get(Bucket(1, 0, 0, 4))
+
+
+def test_planned_kv_bytes_are_the_pools_real_bytes(runner):
+    runner.warm_up()
+    assert runner.memory_plan.kv_bytes == runner._pool.nbytes
+    assert runner.memory_plan.state_bytes == sum(x.nbytes for x in runner._state)
+    assert runner.memory_plan.max_tokens == 8 * 16
+
+
+def plan(**changes):
+    sizes = dict(
+        allowed_bytes=1000,
+        weights_bytes=400,
+        workspace_bytes=100,
+        state_bytes=50,
+        page_bytes=10,
+        page_size=16,
+        num_pages=None,
+        most_pages=100,
+    )
+    return make_plan(**(sizes | changes))
+
+
+def test_what_is_left_becomes_pages_up_to_what_can_be_used():
+    assert plan().num_pages == 45
+    assert plan(most_pages=20).num_pages == 20
+    assert plan(num_pages=7).num_pages == 7
+
+
+def test_too_little_memory_is_refused_with_both_figures():
+    with pytest.raises(ValueError, match=r"1000 B are allowed \(memory_fraction\) and 995 B are taken"):
+        plan(weights_bytes=845)
+    with pytest.raises(ValueError, match="num_pages is 46: 460 B of KV; 450 B are left"):
+        plan(num_pages=46)
+
+
+def test_bytes_are_shown_with_a_unit():
+    assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 30)] == ["12 B", "1.5 KiB", "5.0 MiB", "3.00 GiB"]
