@@ -23,6 +23,7 @@ def make_tiny_engine(tiny_model_dir, tmp_path_factory):
 
     from jaxserve.config import EngineConfig
     from jaxserve.engine import AsyncEngine
+    from jaxserve.runtime.compile_cache import enable_compile_cache
     from tests.server.gated_engine import GatedEngine
     from tests.server.running import until
 
@@ -44,6 +45,7 @@ def make_tiny_engine(tiny_model_dir, tmp_path_factory):
             compile_cache=cache,
         )
         config = EngineConfig(model=str(tiny_model_dir), **(defaults | settings))
+        enable_compile_cache(cache)
         engine = AsyncEngine(config, factory=GatedEngine)
         engine.start()
         engines.append(engine)

@@ -31,6 +31,9 @@ async def create_completion(service: GenerationService, request: Request, body: 
         add_special = spec.add_special_tokens is not False
         prompts.append(prompt if isinstance(prompt, list) else await service.encode(prompt, add_special))
     max_model_len = service.engine.max_model_len
+    if spec.logprobs is not None:
+        service.check_tokenizer()
+    echoes = [_echo_text(service, prompt) if spec.echo else "" for prompt in given]
 
     def params_of(num_prompt_tokens: int) -> SamplingParams:
         overrides: dict[str, Any] = {"logprobs": spec.logprobs}
@@ -44,11 +47,20 @@ async def create_completion(service: GenerationService, request: Request, body: 
 
     request_id = spec.request_id or new_request_id("cmpl")
     streams = service.submit(prompts, params_of, request_id, spec.priority_value, spec.deadline_s)
-    answer = _Answer(service, spec, request_id, given, streams)
+    answer = _Answer(service, spec, request_id, echoes, streams)
     headers = {"X-Request-Id": request_id}
     if spec.stream:
         return EventStreamResponse(answer.events(), streams, headers)
     return JsonResponse(answer.whole(await collect_all(request, streams)), headers=headers)
+
+
+def _echo_text(service: GenerationService, prompt: str | list[int]) -> str:
+    """What `echo` shows of a prompt; ids that the engine is going to refuse are skipped."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) > service.engine.max_model_len:
+        return ""
+    return service.engine.tokenizer.decode([token_id for token_id in prompt if token_id >= 0], False)
 
 
 class _Answer:
@@ -59,7 +71,7 @@ class _Answer:
         service: GenerationService,
         spec: CompletionRequest,
         request_id: str,
-        given: Sequence[str | list[int]],
+        echoes: Sequence[str],
         streams: Sequence[StreamApi],
     ) -> None:
         self._engine = service.engine
@@ -72,10 +84,7 @@ class _Answer:
             "created": int(time.time()),
             "model": self._engine.model_name,
         }
-        self._echoes = [self._echo_text(prompt) for prompt in given] if spec.echo else [""] * len(given)
-
-    def _echo_text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._engine.tokenizer.decode(prompt, False)
+        self._echoes = echoes
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response of a request without `stream`."""
@@ -118,6 +127,7 @@ class _Answer:
         spec, n = self._spec, self._spec.num_choices
         writer = ChunkWriter(self._head, spec.include_usage)
         builders: dict[int, CompletionLogprobs] = {}
+        begun: set[int] = set()
         num_tokens = 0
         try:
             async for number, delta in self._in_echo_order():
@@ -130,9 +140,8 @@ class _Answer:
                 positions: list[Any] = delta.logprobs or []
                 text = delta.text
                 more = b""
-                first = index not in builders
-                if first:
-                    builders[index] = CompletionLogprobs(self._engine.tokenizer)
+                if index not in begun:
+                    begun.add(index)
                     text = self._echoes[number] + text
                     if spec.return_token_ids:
                         more += member("prompt_token_ids", self._streams[number].prompt_token_ids)
@@ -145,7 +154,8 @@ class _Answer:
                 if spec.logprobs is None:
                     more = b',"logprobs":null' + more
                 else:
-                    more = member("logprobs", builders[index].add(token_ids, positions)) + more
+                    builder = builders.setdefault(index, CompletionLogprobs(self._engine.tokenizer))
+                    more = member("logprobs", builder.add(token_ids, positions)) + more
                 if spec.return_token_ids:
                     more += member("token_ids", delta.token_ids)
                 payload = b'"text":' + orjson.dumps(text)

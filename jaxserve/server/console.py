@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 PlanRows = Callable[[], Sequence[tuple[str, str]]]
@@ -36,7 +37,7 @@ class StartupDisplay:
         self._bar = Progress(
             TextColumn("{task.description:<8}"),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[what]}"),
             console=self._console,
@@ -49,7 +50,8 @@ class StartupDisplay:
             if stage != self._stage:
                 self._begin(stage, total)
             if self._task is not None:
-                self._bar.update(self._task, completed=done, total=total, what=what[:60])
+                count = f"{_amount(stage, done)} of {_amount(stage, total)}"
+                self._bar.update(self._task, completed=done, total=total, count=count, what=what[:60])
             if done >= total > 0:
                 self._end(done)
 
@@ -79,14 +81,14 @@ class StartupDisplay:
         self._stage_began = time.monotonic()
         if self._console.is_terminal:
             self._bar.start()
-            self._task = self._bar.add_task(stage, total=total, what="")
+            self._task = self._bar.add_task(stage, total=total, count="", what="")
         else:
-            self._console.print(f"{stage}: {total} steps", highlight=False)
+            self._console.print(f"{stage}: {_amount(stage, total)}", highlight=False)
 
     def _end(self, done: int) -> None:
         if not self._console.is_terminal:
             seconds = time.monotonic() - self._stage_began
-            self._console.print(f"{self._stage}: {done} steps done in {seconds:.1f} s", highlight=False)
+            self._console.print(f"{self._stage}: {_amount(self._stage, done)} in {seconds:.1f} s", highlight=False)
 
     def _show_plan(self, rows: Sequence[tuple[str, str]]) -> None:
         if not self._console.is_terminal:
@@ -99,6 +101,11 @@ class StartupDisplay:
         for label, value in rows:
             table.add_row(label, value)
         self._console.print(table)
+
+
+def _amount(stage: str, count: int) -> str:
+    """Progress in the stage's unit: bytes of weights, programs of the warm-up."""
+    return decimal(count) if stage == "weights" else f"{count} programs"
 
 
 def curl_line(model: str, http_url: str, api_key: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.core import FinishReason, SamplingParams
-from jaxserve.server.engine_api import Delta, TokenizerApi, TokenLogprobs
+from jaxserve.server.engine_api import Delta, EngineApi, TokenizerApi, TokenLogprobs
 from jaxserve.server.errors import ApiError
 from jaxserve.server.messages import normalize_messages
 from jaxserve.server.proto import inference_pb2 as pb
@@ -45,12 +45,12 @@ def chat_messages(chat: pb.ChatMessages) -> list[dict[str, Any]]:
     return normalize_messages(plain)
 
 
-def delta_response(tokenizer: TokenizerApi, delta: Delta) -> pb.GenerateResponse:
+def delta_response(engine: EngineApi, delta: Delta) -> pb.GenerateResponse:
     """One delta as a message of the stream."""
     response = pb.GenerateResponse(index=delta.index, text=delta.text, token_ids=delta.token_ids)
     if delta.logprobs is not None:
         for token_id, position in zip(delta.token_ids, delta.logprobs, strict=True):
-            response.logprobs.append(_position(tokenizer, token_id, position))
+            response.logprobs.append(_position(engine.tokenizer, token_id, position))
     if delta.finish_reason is not None:
         response.finish_reason = _FINISH_REASONS[FinishReason(delta.finish_reason)]
     if isinstance(delta.stop_reason, str):

@@ -63,7 +63,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         deadline_s = context.time_remaining()
         if deadline_s is not None and deadline_s <= 0:
             raise ApiError("expired", "the call's deadline has passed", code="deadline_exceeded")
-        tokenizer = self._engine.tokenizer
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            self._service.check_tokenizer()
         (stream,) = self._service.submit([prompt], lambda _: params, request_id, priority, deadline_s)
         # A call that ends while a message is being written never resumes this generator.
         context.add_done_callback(lambda _: stream.cancel())
@@ -74,12 +75,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 error = unfinished_error(delta.finish_reason, self._engine.state)
                 if error is not None:
                     raise error
-                response = delta_response(tokenizer, delta)
+                response = delta_response(self._engine, delta)
                 if info is not None:
                     response.prompt.CopyFrom(info)
                     info = None
                 if delta.prompt_logprobs is not None:
-                    response.prompt_scores.CopyFrom(prompt_scores(tokenizer, prompt, delta.prompt_logprobs))
+                    scores = prompt_scores(self._engine.tokenizer, prompt, delta.prompt_logprobs)
+                    response.prompt_scores.CopyFrom(scores)
                 num_tokens += len(delta.token_ids)
                 num_finished += delta.finish_reason is not None
                 if num_finished == params.n:
@@ -111,17 +113,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """What is served."""
         async with self._errors_to_status(context):
             self._service.check_ready()
-            tokenizer = self._engine.tokenizer
-            return pb.GetModelInfoResponse(
+            info = pb.GetModelInfoResponse(
                 model=self._engine.model_name,
                 max_model_len=self._engine.max_model_len,
-                vocab_size=tokenizer.vocab_size,
-                bos_token_id=tokenizer.bos_id,
-                eos_token_ids=tokenizer.eos_ids,
-                has_chat_template=tokenizer.chat_template is not None,
                 version=package_version(),
                 state=self._engine.state,
             )
+            with contextlib.suppress(ValueError):  # there may be no tokenizer
+                tokenizer = self._engine.tokenizer
+                info.has_tokenizer = True
+                info.vocab_size = tokenizer.vocab_size
+                info.eos_token_ids.extend(tokenizer.eos_ids)
+                info.has_chat_template = tokenizer.chat_template is not None
+                if tokenizer.bos_id is not None:
+                    info.bos_token_id = tokenizer.bos_id
+            return info
 
     async def _prompt(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> list[int]:
         kind = request.WhichOneof("input")

@@ -60,7 +60,7 @@ class Launcher:
     """One server process.
 
     Args:
-      engine: not ready yet; it loads in a thread of its own.
+      engine: not started yet; it loads in a thread of its own once the ports are bound.
       settings: see `ServerSettings`.
       display: what the operator sees.
     """
@@ -89,6 +89,7 @@ class Launcher:
             print(f"jaxserve: {error}", file=sys.stderr)
             return 1
         self._catch_signals()
+        self._engine.start()
         http_server = _HttpServer(
             uvicorn.Config(
                 build_app(self._engine, settings.http, service),

@@ -47,6 +47,10 @@ class GenerationService:
             message = f"the model {model[:200]!r} does not exist; this server has {self.engine.model_name!r}"
             raise ApiError("not_found", message, param="model", code="model_not_found")
 
+    def check_tokenizer(self) -> None:
+        """Raises ValueError when the engine has no tokenizer; for what cannot be answered without one."""
+        _ = self.engine.tokenizer
+
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt's text."""
         return await self._run(len(text), lambda: self.engine.tokenizer.encode(text, add_special_tokens))

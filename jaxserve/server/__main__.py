@@ -1,0 +1,50 @@
+"""`python -m jaxserve.server`: serves a model over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jaxserve.config.flags import engine_config_from_flags, parse_flags
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parses flags and serves until a signal.
+
+    Returns:
+      The exit status.
+    """
+    flags = parse_flags("server", argv)
+    config = engine_config_from_flags(flags)
+    # Imported after the flags are checked: jax takes seconds, a mistyped flag should not.
+    from jaxserve.engine import AsyncEngine
+    from jaxserve.runtime.compile_cache import enable_compile_cache
+    from jaxserve.server.console import StartupDisplay
+    from jaxserve.server.http_app import HttpSettings
+    from jaxserve.server.launcher import Launcher, ServerSettings
+
+    http = HttpSettings(api_key=flags.api_key, max_body_bytes=flags.max_body_bytes, metrics_compat=flags.metrics_compat)
+    settings = ServerSettings(
+        host=flags.host,
+        http_port=flags.http_port,
+        grpc_port=flags.grpc_port,
+        drain_grace_s=flags.drain_grace_s,
+        http=http,
+    )
+    # jax reports every backend that is not there; what is used shows in the memory plan.
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    enable_compile_cache(config.compile_cache)
+    display = StartupDisplay(plan_rows=lambda: engine.engine.runner.memory_plan.rows())
+    engine: Any = AsyncEngine(config, progress=display.progress)
+
+    async def serve() -> int:
+        return await Launcher(engine, settings, display).run()
+
+    return asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
