@@ -95,3 +95,18 @@ def test_output_does_not_depend_on_how_far_planning_runs_ahead(lag: int) -> None
         return harness.outputs
 
     assert outputs(lag) == outputs(0)
+
+
+def test_a_paused_request_waits_for_the_token_its_next_row_feeds() -> None:
+    harness = Harness(make_config(max_num_seqs=1, priority_preemption=True), lag=1)
+    harness.add(make_request("low", 4, 6))
+    harness.step()
+    harness.step()
+    harness.add(make_request("urgent", priority=-1))
+    harness.abort("urgent")
+    # The slot is free again, but the token low's row would feed was in it and is not on the host yet.
+    assert harness.step().empty
+    (placement,) = harness.step().placements
+    assert (placement.num_output_tokens, placement.last_token_id) == (2, 5)
+    harness.run()
+    assert harness.outputs["low"] == [4, 5, 6, 7, 8, 9]

@@ -183,6 +183,14 @@ def test_an_urgent_arrival_is_refused_when_the_victim_has_no_place_in_the_queue(
     assert harness.scheduler.active_ids == ["low"]
 
 
+def test_a_paused_request_stands_in_front_of_those_that_never_ran() -> None:
+    harness = Harness(make_config(max_num_seqs=1, priority_preemption=True, arrivals_claim_slots=True))
+    harness.add(make_request("first"), make_request("waits"))
+    harness.abort("first")
+    harness.add(make_request("passes"), make_request("urgent", priority=Priority.HIGH))
+    assert harness.scheduler.waiting_ids == ["passes", "waits"]
+
+
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_a_paused_request_resumes_where_it_stopped(lag: int) -> None:
     for steps in range(1, 9):
