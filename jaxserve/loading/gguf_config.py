@@ -142,7 +142,7 @@ def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(fields: _Fields, rope_factors: Mapping[str, list[float]], max_position: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10000.0)}
-    kind = fields.text("rope.scaling.type", "none")
+    kind = fields.text("rope.scaling.type", "linear")  # llama.cpp's default; older files have a factor alone
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
     original = fields.count("rope.scaling.original_context_length", max_position)
     if ROPE_FREQS in rope_factors:
@@ -158,9 +158,10 @@ def _rope(fields: _Fields, rope_factors: Mapping[str, list[float]], max_position
         if (attention := fields.number("rope.scaling.attn_factor", 0.0)) > 0:
             rope["attention_factor"] = attention
         return rope
-    if kind == "none" or (kind == "linear" and factor == 1.0):
-        # Older files carry only a factor, which then means linear.
-        return {**rope, "rope_type": "linear", "factor": factor} if factor != 1.0 else rope
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+        return rope
+    if kind == "linear":
+        return {**rope, "rope_type": "linear", "factor": factor}
     rope |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
     if kind == "yarn":
         rope["beta_fast"] = fields.number("rope.scaling.yarn_beta_fast", 32.0)

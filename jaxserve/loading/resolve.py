@@ -46,11 +46,11 @@ def resolve_model(name: str, progress: Progress | None = None) -> ResolvedModel:
 
         return ResolvedModel("gguf", demo_model_file(progress), DEMO_MODEL)
     path = Path(name).expanduser()
-    if path.is_file():
+    if name and path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"model {name!r} is a file that does not end in .gguf; give its directory or a .gguf")
         return ResolvedModel("gguf", path, path.stem)
-    if path.is_dir():
+    if name and path.is_dir():
         return _directory(path, path.resolve().name)
     if _HUB_ID.fullmatch(name):
         from jaxserve.loading.hub import download

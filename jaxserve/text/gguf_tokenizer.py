@@ -146,8 +146,9 @@ def _sentencepiece(path: Path, vocabulary: dict[str, int], metadata: Mapping[str
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocabulary and right in vocabulary:
-                merges.append((-scores[token_id], vocabulary[left], vocabulary[right], left, right))
-    merges.sort()
+                merges.append((-scores[token_id], -len(left), -len(right), left, right))
+    # Ties as transformers' converter breaks them, so that ids agree with converted tokenizers.
+    merges.sort(key=lambda merge: merge[:3])
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     backend = Backend(
         models.BPE(

@@ -1,6 +1,8 @@
 """Tokenizers from Hugging Face directories: ids, special tokens, end ids, bad input."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -152,3 +154,8 @@ def test_a_sentencepiece_file_alone_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(UnsupportedModelError, match="set tokenizer"):
         load(tmp_path)
+
+
+def test_text_needs_no_jax():
+    script = "import sys, jaxserve.text, jaxserve.text.gguf_tokenizer; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
