@@ -1,0 +1,95 @@
+"""`bench offline`: how fast the offline engine is at several dtypes and slot counts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from absl.flags import FlagValues
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.bench.report import Column, report
+from jaxserve.engine.engine import EngineStats
+
+PREFILL_TOKENS = 128
+"""Prompt tokens of an iteration: one compiled prefill shape, so that a measurement starts soon."""
+
+COLUMNS = (
+    Column("dtype", "dtype"),
+    Column("slots", "slots", "d"),
+    Column("output_tokens_per_s", "output tokens/s", ".1f"),
+    Column("slot_utilisation", "slot utilisation", ".1%"),
+    Column("padding_ratio", "padding", ".1%"),
+    Column("host_ms_per_iteration", "host ms/iteration", ".2f"),
+    Column("device_ms_per_iteration", "device ms/iteration", ".1f"),
+)
+
+
+def run(flags: FlagValues) -> None:
+    """Measures every dtype at every slot count, each several times, and reports medians."""
+    results = [measure(flags, dtype, slots) for dtype in flags.dtypes for slots in flags.slots]
+    settings = {name: flags[name].value for name in ("model", "prompt_tokens", "output_tokens", "runs")}
+    report("offline", settings | {"requests_per_slot": flags.requests_per_slot}, results, COLUMNS, flags.output)
+
+
+def measure(flags: FlagValues, dtype: str, slots: int) -> dict[str, Any]:
+    """Medians over the runs of one setting.
+
+    Output lengths go from half of `output_tokens` up to it, so slots are freed at different times and
+    utilisation says how well they are filled again.
+    """
+    budget = max(PREFILL_TOKENS, slots)
+    max_model_len = flags.prompt_tokens + flags.output_tokens
+    llm = LLM(
+        flags.model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=slots,
+        max_num_batched_tokens=budget,
+        decode_buckets=(slots,),
+        prefill_buckets=(budget,),
+        table_width_buckets=(-(-max_model_len // 16),),
+        skip_tokenizer_init=True,
+    )
+    rng = np.random.default_rng(0)
+    count = slots * flags.requests_per_slot
+    vocab_size = llm.engine.limits.vocab_size
+    prompts = [rng.integers(0, vocab_size, flags.prompt_tokens).tolist() for _ in range(count)]
+    lengths = rng.integers(flags.output_tokens // 2, flags.output_tokens + 1, count).tolist()
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
+    llm.generate(prompts[:1], replace(params[0], max_tokens=2), use_tqdm=False)
+    runs = []
+    for _ in range(flags.runs):
+        llm.engine.stats = EngineStats()
+        began = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        runs.append(figures(llm.engine.stats, time.perf_counter() - began, slots))
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return {"dtype": dtype, "slots": slots, "requests": count, "output_tokens": sum(lengths), **medians}
+
+
+def figures(stats: EngineStats, wall_s: float, slots: int) -> dict[str, float]:
+    """One run's figures.
+
+    Args:
+      stats: of the run alone.
+      wall_s: its duration.
+      slots: of the engine.
+
+    Returns:
+      Shares in [0, 1]: `slot_utilisation`, slots with work over all slots, mean over iterations;
+      `padding_ratio`, rows of the compiled shapes that held no token.
+    """
+    iterations = max(stats.iterations, 1)
+    return {
+        "wall_s": wall_s,
+        "iterations": stats.iterations,
+        "output_tokens_per_s": stats.output_tokens / wall_s,
+        "slot_utilisation": stats.slot_steps / (iterations * slots),
+        "padding_ratio": 1 - stats.tokens / max(stats.padded_tokens, 1),
+        "host_ms_per_iteration": 1e3 * stats.host_s / iterations,
+        "device_ms_per_iteration": 1e3 * stats.device_s / iterations,
+    }

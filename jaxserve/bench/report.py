@@ -1,0 +1,81 @@
+"""A measurement's figures as a table on the terminal and as a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+import jaxserve
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table.
+
+    Attributes:
+      key: of the figure in a result.
+      heading: with the unit.
+      format: of the value, as for `format`.
+    """
+
+    key: str
+    heading: str
+    format: str = ""
+
+
+def report(
+    what: str,
+    settings: dict[str, Any],
+    results: Sequence[dict[str, Any]],
+    columns: Sequence[Column],
+    output: str | None,
+) -> None:
+    """Prints `results`, and writes them to `output` with what they were measured on.
+
+    Args:
+      what: the measurement's name.
+      settings: what was asked for.
+      results: one dict per row.
+      columns: what the table shows of a result.
+      output: file, or None.
+    """
+    table = Table(title=f"{what} ({device_name()})")
+    for column in columns:
+        table.add_column(column.heading, justify="right")
+    for result in results:
+        table.add_row(*(format(result[column.key], column.format) for column in columns))
+    # Wide enough for every column also where there is no terminal to ask.
+    Console(width=max(Console().width, 100)).print(table)
+    if output:
+        document = {"what": what, "machine": machine(), "settings": settings, "results": list(results)}
+        Path(output).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def device_name() -> str:
+    """The kind of the default device, with the count of cores where that says more."""
+    device = jax.devices()[0]
+    return f"cpu, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "platform": jax.default_backend(),
+        "num_devices": jax.device_count(),
+        "cpu_cores": os.cpu_count(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "jaxserve": jaxserve.__version__,
+    }
