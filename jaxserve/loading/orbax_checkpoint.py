@@ -113,6 +113,8 @@ def load_orbax(
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             saved = checkpointer.metadata(directory).item_metadata
+            if saved is None:
+                raise CheckpointError(f"{directory} cannot be restored: its list of arrays is missing or damaged")
             _check_shapes(path, table, saved)
             params = checkpointer.restore(directory, make_params(config, target))
         except CheckpointError:
