@@ -46,8 +46,7 @@ class ChatTemplate:
           source: Jinja text.
           special_tokens: names such as `bos_token` and `eos_token`, seen by the template as variables.
 
-        Raises:
-          ChatTemplateError: the template is not valid Jinja.
+        A source that is not valid Jinja is an error of `render`: the model still completes plain prompts.
         """
         self.source = source
         self._special_tokens = dict(special_tokens)
@@ -57,10 +56,12 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
+        self._template: jinja2.Template | None = None
+        self._syntax_error: jinja2.TemplateSyntaxError | None = None
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ChatTemplateError(f"the model's chat template is not valid: {error}") from error
+            self._syntax_error = error
 
     def render(
         self,
@@ -78,8 +79,10 @@ class ChatTemplate:
           **variables: more template variables.
 
         Raises:
-          ChatTemplateError: the template refused the conversation; the message quotes it.
+          ChatTemplateError: the template refused the conversation; the message quotes it. Or it is not valid.
         """
+        if self._template is None:
+            raise ChatTemplateError(f"the model's chat template is not valid: {self._syntax_error}")
         try:
             return self._template.render(
                 {

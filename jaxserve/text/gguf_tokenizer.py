@@ -75,11 +75,13 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
             " Set tokenizer to the original model's tokenizer.json"
         )
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise CheckpointError(f"{path}: tokenizer.ggml.token_type must hold one number per token")
     added = (_CONTROL, _USER_DEFINED, _UNKNOWN)
     backend.add_tokens(
         [
             AddedToken(token, special=token_type != _USER_DEFINED, normalized=False)
-            for token, token_type in zip(tokens, types, strict=False)
+            for token, token_type in zip(tokens, types, strict=True)
             if token_type in added and token
         ]
     )

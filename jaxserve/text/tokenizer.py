@@ -48,7 +48,6 @@ class Tokenizer:
 
         Raises:
           UnsupportedModelError: the decoder is of neither known family.
-          ChatTemplateError: a template is not valid Jinja.
         """
         self._backend = backend
         self.bos_id = bos_id

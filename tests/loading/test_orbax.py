@@ -1,7 +1,6 @@
 """Orbax checkpoints: what is saved comes back, placed and typed as asked; what does not fit is refused."""
 
 import json
-import shutil
 import subprocess
 import sys
 

@@ -100,6 +100,8 @@ def test_a_template_cannot_leave_the_sandbox(source):
         template(source).render([USER])
 
 
-def test_broken_template_source_is_refused():
-    with pytest.raises(ChatTemplateError, match="is not valid"):
-        template("{% for m in %}")
+def test_a_broken_template_is_refused_when_chat_is_used_and_not_before(tmp_path):
+    tokenizer = with_template(tmp_path, "{% for m in %}", False)
+    assert tokenizer.encode("hi") == [*b"hi"]
+    with pytest.raises(ChatTemplateError, match="chat template is not valid"):
+        tokenizer.encode_chat([USER])
