@@ -127,7 +127,7 @@ FLAGS: tuple[Flag, ...] = (
         ("slots", _COUNTS, (1, 8, 32), "slot counts to measure"),
         ("prompt_tokens", _COUNT, 32, "tokens of each prompt"),
         ("output_tokens", IntParser(low=2), 64, "tokens of each output"),
-        ("requests_per_slot", _COUNT, 2, "requests of a run, in slots"),
+        ("requests_per_slot", _COUNT, 3, "requests of a run, in slots"),
         ("runs", _COUNT, 3, "runs of each figure; the median is reported"),
         ("output", _TEXT, None, "write the figures to this file, as JSON"),
         ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged"),

@@ -1,0 +1,78 @@
+"""bench: the figures follow from the engine's sums, and a run writes them."""
+
+import json
+
+import jax
+import pytest
+
+from jaxserve.bench.__main__ import main
+from jaxserve.bench.offline import figures
+from jaxserve.engine.engine import EngineStats
+
+
+def test_figures_of_a_run_worked_by_hand():
+    stats = EngineStats(
+        iterations=4, slot_steps=12, tokens=30, padded_tokens=40, output_tokens=10, host_s=0.02, device_s=0.2
+    )
+    assert figures(stats, 2.0, slots=4) == pytest.approx(
+        {
+            "wall_s": 2.0,
+            "iterations": 4,
+            "output_tokens_per_s": 5.0,
+            "slot_utilisation": 0.75,
+            "padding_ratio": 0.25,
+            "host_ms_per_iteration": 5.0,
+            "device_ms_per_iteration": 50.0,
+        }
+    )
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Compiled programs go to a folder of the test; the process's own setting comes back after it."""
+    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_offline_measures_and_writes_json(tiny_model_dir, tmp_path, capsys):
+    output = tmp_path / "figures.json"
+    main(
+        [
+            "bench",
+            "offline",
+            f"--model={tiny_model_dir}",
+            "--dtypes=float32",
+            "--slots=2",
+            "--prompt-tokens=8",
+            "--output-tokens=8",
+            "--runs=1",
+            f"--output={output}",
+        ]
+    )
+    document = json.loads(output.read_text())
+    (result,) = document["results"]
+    assert document["machine"]["platform"] == "cpu"
+    assert (result["slots"], result["requests"], result["dtype"]) == (2, 6, "float32")
+    assert 24 <= result["output_tokens"] <= 48
+    assert 0.5 < result["slot_utilisation"] <= 1
+    assert 0 <= result["padding_ratio"] < 1
+    assert result["output_tokens_per_s"] > 0 and result["host_ms_per_iteration"] > 0
+    assert "output tokens/s" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "say first what to measure: offline, decode_ratio, startup"),
+        (("speed",), "there is no measurement 'speed'"),
+        (("offline", "--runs=0"), "--runs=0: must be at least 1"),
+    ],
+)
+def test_a_mistake_is_named(capsys, words, message):
+    with pytest.raises(SystemExit) as raised:
+        main(["bench", *words])
+    assert raised.value.code not in (0, None)
+    assert message in capsys.readouterr().err
