@@ -1,0 +1,86 @@
+"""The tiny models against logits, greedy continuations and prompt scores computed elsewhere."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models import forward, stack_layers, unembed
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import paged_attention
+from tests.models.tiny_models import NAMES, dense_attend, load
+
+PAGE_SIZE = 4
+
+
+@partial(jax.jit, static_argnums=0)
+def dense_logits(config, params, ids):
+    hidden, _ = forward(config, params, ids, jnp.arange(ids.shape[0]), dense_attend, None)
+    return unembed(config, params, hidden)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request):
+    return load(request.param)
+
+
+@pytest.mark.parametrize("form", ["list", "stacked"])
+def test_logits_are_the_golden_ones(model, form):
+    config, params, golden = model
+    params = params if form == "list" else stack_layers(params)
+    logits = dense_logits(config, params, jnp.asarray(golden["prompt_ids"], jnp.int32))
+    np.testing.assert_allclose(logits[-1], golden["logits_last"], rtol=0, atol=1e-3)
+    np.testing.assert_allclose(logits[20], golden["logits_position_20"], rtol=0, atol=1e-3)
+
+
+def test_prompt_logprobs_are_the_golden_ones(model):
+    config, params, golden = model
+    ids = jnp.asarray(golden["prompt_ids"], jnp.int32)
+    logprobs = jax.nn.log_softmax(dense_logits(config, params, ids))
+    assert golden["logprobs_of_prompt"][0] is None
+    of_next = logprobs[jnp.arange(ids.size - 1), ids[1:]]
+    np.testing.assert_allclose(of_next, golden["logprobs_of_prompt"][1:], rtol=0, atol=2e-3)
+
+
+def test_greedy_continuation_is_the_golden_one(model):
+    config, params, golden = model
+    prompt, wanted = golden["prompt_ids"], golden["greedy_ids"]
+    # Causal: one pass over prompt and wanted tokens gives the choice at every step, right as long as all are.
+    logits = dense_logits(config, params, jnp.asarray(prompt + wanted[:-1], jnp.int32))
+    assert logits[len(prompt) - 1 :].argmax(axis=-1).tolist() == wanted
+
+
+@pytest.mark.parametrize("form", ["list", "stacked"])
+def test_prefill_and_decode_over_pages_give_the_golden_continuation(model, form):
+    config, params, golden = model
+    params = params if form == "list" else stack_layers(params)
+    prompt, wanted = golden["prompt_ids"], golden["greedy_ids"]
+    width = -(-(len(prompt) + len(wanted)) // PAGE_SIZE)
+    table = jnp.asarray(1 + np.random.default_rng(0).permutation(width), jnp.int32)[None]
+    shape = (config.num_layers, width + 1, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+
+    @partial(jax.jit, donate_argnums=1)
+    def step(params, pool, ids, positions):
+        pages = table[0, positions // PAGE_SIZE]
+        starts = None if ids.shape[0] == 1 else jnp.asarray([0, ids.shape[0]], jnp.int32)
+        context = positions[-1:] + 1
+
+        def attend(layer, q, k, v, pool, sliding_window):
+            pool = write_kv(pool, layer, k, v, pages, positions % PAGE_SIZE)
+            return paged_attention(q, pool, layer, table, context, starts, sliding_window=sliding_window), pool
+
+        hidden, pool = forward(config, params, ids, positions, attend, pool)
+        return unembed(config, params, hidden[-1:])[0].argmax(), pool
+
+    pool = jnp.full(shape, jnp.nan)
+    token, pool = step(params, pool, jnp.asarray(prompt, jnp.int32), jnp.arange(len(prompt), dtype=jnp.int32))
+    found = [int(token)]
+    while len(found) < len(wanted):
+        position = jnp.asarray([len(prompt) + len(found) - 1], jnp.int32)
+        token, pool = step(params, pool, jnp.asarray(found[-1:], jnp.int32), position)
+        found.append(int(token))
+    assert found == wanted
