@@ -106,7 +106,7 @@ class FakeStream:
 
     async def _delta(self, index: int, step: int, max_tokens: int) -> FakeDelta:
         engine = self._engine
-        await asyncio.sleep(0)
+        await asyncio.sleep(engine.step_s)
         if engine.fail_after is not None and step >= engine.fail_after:
             raise engine.fault
         if not engine.hold_off.is_set():
@@ -148,6 +148,7 @@ class FakeEngine:
     Attributes:
       hold_off: cleared, no request gets a token.
       fail_after, fault: raise `fault` at that step of every request.
+      step_s: seconds per token.
       expire_after: end with "expired" at that step.
       max_live: more are refused as a full queue.
     """
@@ -166,10 +167,14 @@ class FakeEngine:
         self.fail_after: int | None = None
         self.fault: BaseException = RequestFailedError("broken on purpose")
         self.expire_after: int | None = None
+        self.step_s = 0.0
         self.max_live = 100
         self.live: dict[str, FakeStream] = {}
         self.num_cancelled = 0
         self.submitted: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        """Ready from the beginning."""
 
     def submit(
         self,

@@ -1,0 +1,19 @@
+"""`python -m tests.server.fake_main GRACE STEP_S [HTTP_PORT]`: the launcher over a `FakeEngine`, for signal tests."""
+
+import asyncio
+import sys
+
+from jaxserve.server.console import StartupDisplay
+from jaxserve.server.launcher import Launcher, ServerSettings
+from tests.server.fake_engine import FakeEngine
+
+
+async def main() -> int:
+    engine = FakeEngine()
+    engine.step_s = float(sys.argv[2])
+    http_port = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    settings = ServerSettings(http_port=http_port, grpc_port=0, drain_grace_s=float(sys.argv[1]))
+    return await Launcher(engine, settings, StartupDisplay()).run()
+
+
+sys.exit(asyncio.run(main()))

@@ -1,0 +1,149 @@
+"""Clients that go away, requests that are cancelled, ids that collide."""
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+
+import pytest
+
+from tests.server.running import choice_texts, events_of, metric_samples, raw_request, read_until, until
+
+LONG = {"prompt": "The sea", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
+
+
+def leave(connection, how):
+    """Ends a connection as clients do."""
+    if how == "RST":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if how == "half-close":
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(5)
+        with contextlib.suppress(OSError):
+            while connection.recv(65536):
+                pass
+    connection.close()
+
+
+def counter(client, name):
+    return sum(value for key, value in metric_samples(client.get("/metrics").text) if key.startswith(name))
+
+
+@pytest.mark.parametrize("how", ["FIN", "RST", "half-close"])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_generation(server, client, how, n, stream):
+    engine = server.engine.engine
+    engine.gate.clear()
+    aborted = counter(client, 'jaxserve:request_success_total{engine="0",finished_reason="abort"')
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(raw_request("/v1/completions", LONG | {"n": n, "stream": stream}))
+    until(lambda: engine.scheduler.num_running + engine.scheduler.num_waiting == n, what="submitted")
+    leave(connection, how)
+    # No step ran since, so only the abort can have ended it.
+    until(lambda: not engine.has_work, 2, "aborted")
+    engine.gate.set()
+    until(lambda: engine.clean, 2, "idle-clean")
+    now = counter(client, 'jaxserve:request_success_total{engine="0",finished_reason="abort"')
+    assert now == aborted + n
+
+
+def test_a_client_that_leaves_after_some_chunks_stops_the_tokens(server, client):
+    # 50 times: no growth, whichever moment it hits.
+    engine = server.engine.engine
+    for round_number in range(50):
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        connection.sendall(raw_request("/v1/completions", LONG | {"stream": True}))
+        read_until(connection, 3)
+        leave(connection, ("FIN", "RST")[round_number % 2])
+    until(lambda: engine.clean, 2, "idle-clean")
+    tokens = counter(client, "jaxserve:generation_tokens_total")
+    assert counter(client, "jaxserve:generation_tokens_total") == tokens
+    assert not server.engine._streams
+
+
+@pytest.fixture
+def solo(client):
+    """Text of a request of its own."""
+    return client.post("/v1/completions", json=LONG | {"max_tokens": 30}).json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("when", ["queued", "running", "finishing"])
+def test_a_cancelled_request_leaves_its_neighbours_alone(server, client, solo, when):
+    engine = server.engine.engine
+    answers = []
+
+    def neighbour():
+        with server.client() as other:
+            answers.append(other.post("/v1/completions", json=LONG | {"max_tokens": 30}).json())
+
+    engine.gate.clear()
+    threads = [threading.Thread(target=neighbour) for _ in range(4 if when == "queued" else 2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: engine.scheduler.num_running == len(threads), what="neighbours run")
+    victim = socket.create_connection(("127.0.0.1", server.port))
+    limit = 2 if when == "finishing" else 120
+    victim.sendall(raw_request("/v1/completions", LONG | {"stream": True, "request_id": "victim", "max_tokens": limit}))
+    until(lambda: "victim" in server.engine._streams, what="victim is live")
+    if when != "queued":
+        engine.gate.set()
+        read_until(victim, 2)
+    assert server.call(lambda: server.engine.abort("victim")) is (
+        when != "finishing" or "victim" in server.engine._streams
+    )
+    assert not server.call(lambda: server.engine.abort("victim")), "a second cancel finds nothing"
+    leave(victim, "FIN")
+    engine.gate.set()
+    for thread in threads:
+        thread.join(20)
+    assert [answer["choices"][0]["text"] for answer in answers] == [solo] * len(threads)
+
+
+def test_a_live_request_id_is_refused_and_may_be_reused_afterwards(server, client):
+    engine = server.engine.engine
+    first = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "request_id": "twin"}
+    alone = client.post("/v1/completions", json=first).json()
+    assert alone["id"] == "twin"
+    engine.gate.clear()
+    with client.stream("POST", "/v1/completions", json=first | {"stream": True}) as stream:
+        until(lambda: "twin" in server.engine._streams, what="first is live")
+        with server.client() as other:
+            second = other.post("/v1/completions", json=first | {"prompt": "xyz"})
+        assert 400 <= second.status_code < 500 and "twin" in second.json()["error"]["message"]
+        engine.gate.set()
+        events = events_of(stream.read().decode())
+    assert choice_texts(events)[0] == alone["choices"][0]["text"]
+    again = client.post("/v1/completions", json=first).json()
+    assert again["choices"] == alone["choices"]
+
+
+def test_an_abort_from_elsewhere_ends_the_stream_with_that_reason(server, client):
+    engine = server.engine.engine
+    engine.gate.clear()
+    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "request_id": "gone"}) as stream:
+        until(lambda: "gone" in server.engine._streams, what="live")
+        assert server.call(lambda: server.engine.abort("gone"))
+        engine.gate.set()
+        events = events_of(stream.read().decode())
+    assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_stalled_reader_does_not_hold_up_others(server, client):
+    with socket.create_connection(("127.0.0.1", server.port)) as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        stalled.sendall(raw_request("/v1/completions", LONG | {"stream": True, "logprobs": 10}))
+        read_until(stalled, 1)
+        answer = client.post("/v1/completions", json=LONG)
+        assert answer.json()["usage"]["completion_tokens"] == 120
+        body = b""
+        stalled.settimeout(10)
+        while b"[DONE]" not in body:
+            body += stalled.recv(65536)
+    # The reader still gets everything, in order.
+    events = [
+        json.loads(line[6:]) for line in body.decode("utf-8", "ignore").splitlines() if line.startswith("data: {")
+    ]
+    tokens = [token for event in events for token in event["choices"][0]["logprobs"]["tokens"]]
+    assert len(tokens) >= 119 and events[-1]["choices"][0]["finish_reason"] == "length"

@@ -1,0 +1,202 @@
+"""The gRPC front over the real engine, beside HTTP."""
+
+import threading
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from jaxserve.server.http_app import HttpSettings
+from jaxserve.server.proto import inference_pb2 as pb
+from jaxserve.server.proto import inference_pb2_grpc
+from tests.server.conftest import BASELINE
+from tests.server.fake_engine import FakeEngine
+from tests.server.running import RunningServer, until
+
+SAMPLING = pb.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def channel(server):
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        yield channel
+
+
+@pytest.fixture
+def stub(channel):
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+def request(**fields):
+    return pb.GenerateRequest(**{"text": "The sea", "sampling": SAMPLING} | fields)
+
+
+def failure(call):
+    """Status and metadata of a call that must fail."""
+    with pytest.raises(grpc.RpcError) as failed:
+        list(call)
+    return failed.value.code(), failed.value.details(), dict(failed.value.trailing_metadata() or ())
+
+
+def test_a_stream_has_the_same_tokens_as_http(stub, client, baseline):
+    responses = list(stub.Generate(request(request_id="abc")))
+    assert [token for response in responses for token in response.token_ids] == baseline
+    http = client.post("/v1/completions", json=BASELINE).json()
+    assert "".join(response.text for response in responses) == http["choices"][0]["text"]
+    assert responses[0].prompt.request_id == "abc" and list(responses[0].prompt.token_ids) == list(b"The sea")
+    assert not any(response.HasField("prompt") for response in responses[1:])
+    reasons = [response.finish_reason for response in responses]
+    assert reasons[-1] == pb.FINISH_REASON_LENGTH and not any(reasons[:-1])
+    usage = responses[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (7, 8)
+
+
+def test_token_ids_and_chat_are_inputs_too(stub, baseline, client):
+    ids = pb.TokenIds(ids=list(b"The sea"))
+    by_ids = list(stub.Generate(pb.GenerateRequest(token_ids=ids, sampling=SAMPLING)))
+    assert [token for response in by_ids for token in response.token_ids] == baseline
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+    (first, *_) = stub.Generate(pb.GenerateRequest(chat=chat, sampling=SAMPLING))
+    tokens = client.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()["tokens"]
+    assert list(first.prompt.token_ids) == tokens == list(stub.Tokenize(pb.TokenizeRequest(chat=chat)).token_ids)
+
+
+def test_choices_logprobs_and_stop_reasons_are_carried(stub):
+    sampling = pb.SamplingParams(n=3, temperature=1, seed=5, max_tokens=6, logprobs=2, prompt_logprobs=1)
+    responses = list(stub.Generate(request(sampling=sampling)))
+    assert {response.index for response in responses} == {0, 1, 2}
+    for response in responses:
+        assert len(response.logprobs) == len(response.token_ids)
+        for token_id, position in zip(response.token_ids, response.logprobs, strict=True):
+            assert position.chosen.token_id == token_id and len(position.top) >= 2
+    (scores,) = [response.prompt_scores for response in responses if response.HasField("prompt_scores")]
+    assert [position.chosen.token_id for position in scores.positions] == list(b"he sea")
+    text = "".join(response.text for response in stub.Generate(request()))
+    stop = pb.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=[text[2:4]])
+    last = list(stub.Generate(request(sampling=stop)))[-1]
+    assert last.finish_reason == pb.FINISH_REASON_STOP and last.stop_string == text[2:4]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "word"),
+    [
+        ({"sampling": pb.SamplingParams(temperature=-1)}, grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
+        ({"sampling": pb.SamplingParams(temperature=float("nan"))}, grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
+        ({"sampling": pb.SamplingParams(max_tokens=2**64 - 1)}, grpc.StatusCode.INVALID_ARGUMENT, "max_tokens"),
+        ({"sampling": pb.SamplingParams(max_tokens=10**9)}, grpc.StatusCode.INVALID_ARGUMENT, "128"),
+        ({"sampling": pb.SamplingParams(n=0)}, grpc.StatusCode.INVALID_ARGUMENT, "n is 0"),
+        ({"sampling": pb.SamplingParams(logit_bias={264: 1})}, grpc.StatusCode.INVALID_ARGUMENT, "logit_bias"),
+        ({"text": ""}, grpc.StatusCode.INVALID_ARGUMENT, "no tokens"),
+        ({"token_ids": pb.TokenIds(ids=[264])}, grpc.StatusCode.INVALID_ARGUMENT, "264"),
+        ({"model": "gpt-7"}, grpc.StatusCode.NOT_FOUND, "gpt-7"),
+        ({"request_id": "a b"}, grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
+    ],
+)
+def test_bad_requests_have_a_status_and_a_message(stub, alive, fields, status, word):
+    fields = {"text": None} | fields if "token_ids" in fields else fields
+    code, details, _ = failure(stub.Generate(request(**fields)))
+    assert code == status and word in details
+    alive()
+
+
+def test_an_empty_request_is_refused(stub):
+    code, details, _ = failure(stub.Generate(pb.GenerateRequest()))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and "input" in details
+
+
+def test_a_deadline_ends_generation(stub, server):
+    engine = server.engine.engine
+    engine.gate.clear()
+    code, _, _ = failure(stub.Generate(request(), timeout=0.2))
+    assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: not engine.has_work, 2, "nothing runs")
+
+
+def test_a_cancelled_call_ends_generation(stub, server):
+    engine = server.engine.engine
+    engine.gate.clear()
+    call = stub.Generate(request())
+    until(lambda: engine.has_work, what="submitted")
+    call.cancel()
+    until(lambda: not engine.has_work, 2, "nothing runs")
+
+
+def test_abort_ends_a_request_of_either_front(stub, server):
+    engine = server.engine.engine
+    engine.gate.clear()
+    answers = []
+
+    def post():
+        with server.client() as client:
+            answers.append(client.post("/v1/completions", json=BASELINE | {"request_id": "over-http"}).json())
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    until(lambda: "over-http" in server.engine._streams, what="live")
+    assert stub.Abort(pb.AbortRequest(request_id="over-http")).aborted
+    assert not stub.Abort(pb.AbortRequest(request_id="over-http")).aborted
+    thread.join(10)
+    assert answers[0]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_tokenize_detokenize_and_model_info(stub):
+    tokens = stub.Tokenize(pb.TokenizeRequest(text="Café"))
+    assert list(tokens.token_ids) == list("Café".encode()) and tokens.max_model_len == 128
+    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids)).text == "Café"
+    info = stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (info.model, info.max_model_len, info.state) == ("tiny", 128, "ready")
+    assert info.vocab_size >= 261 and info.has_chat_template and info.eos_token_ids
+
+
+def test_health_and_reflection_answer(channel):
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", "jaxserve.v1.Inference"):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    database = ProtoReflectionDescriptorDatabase(channel)
+    assert "jaxserve.v1.Inference" in database.get_services()
+    service = DescriptorPool(database).FindServiceByName("jaxserve.v1.Inference")
+    assert {m.name for m in service.methods} == {"Generate", "Tokenize", "Detokenize", "Abort", "GetModelInfo"}
+
+
+@pytest.fixture
+def fake_stub(fake_server):
+    with grpc.insecure_channel(fake_server.grpc_address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def test_a_full_queue_is_resource_exhausted_with_a_time_to_retry(fake_server, fake_stub):
+    fake_server.engine.max_live = 0
+    code, _, metadata = failure(fake_stub.Generate(request()))
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert metadata["retry-after"] == "3" and metadata["grpc-retry-pushback-ms"] == "2500"
+    assert metadata["error-code"] == "queue_full_requests"
+
+
+@pytest.mark.parametrize("state", ["loading", "draining", "dead"])
+def test_an_engine_that_is_not_ready_is_unavailable(fake_server, fake_stub, state):
+    fake_server.engine.state = state
+    code, _, metadata = failure(fake_stub.Generate(request()))
+    assert code == grpc.StatusCode.UNAVAILABLE and int(metadata["retry-after"]) >= 1
+    with grpc.insecure_channel(fake_server.grpc_address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        until(lambda: health.Check(health_pb2.HealthCheckRequest()).status == not_serving, what="health follows")
+
+
+@pytest.mark.parametrize("key", [None, "Bearer wrong"])
+def test_the_key_is_needed_in_metadata(key):
+    server = RunningServer(FakeEngine, HttpSettings(api_key="secret"))
+    try:
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            metadata = [("authorization", key)] if key else []
+            assert failure(stub.Generate(request(), metadata=metadata))[0] == grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                stub.Abort(pb.AbortRequest(request_id="a"), metadata=metadata)
+            good = [("authorization", "Bearer secret")]
+            assert len(list(stub.Generate(request(), metadata=good))) == 8
+    finally:
+        server.stop()

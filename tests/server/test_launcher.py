@@ -1,0 +1,170 @@
+"""The whole process: ready line, signals, draining, failed starts."""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from jaxserve.server.console import curl_line
+from tests.server.running import error_of, events_of, until
+
+
+class ServerProcess:
+    """A server in a process of its own.
+
+    Attributes:
+      url: where, once `ready` returned.
+    """
+
+    def __init__(self, *arguments, **environment):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | environment,
+        )
+        self.errors = []
+        self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)
+        self._reader.start()
+
+    def ready(self):
+        """Waits for the machine-readable line."""
+        line = self.process.stdout.readline().split()
+        assert line[:2] == ["jaxserve", "ready"], "".join(self.errors)
+        addresses = dict(word.split("=") for word in line[2:])
+        self.url = f"http://{addresses['http']}"
+        assert set(addresses) == {"http", "grpc"}
+        return self
+
+    def wait(self, seconds=20):
+        """Its exit status."""
+        status = self.process.wait(seconds)
+        self._reader.join(5)
+        return status
+
+
+@pytest.fixture
+def start():
+    """`start(*arguments)`: a `ServerProcess` that ends with the test."""
+    started = []
+
+    def begin(*arguments, **environment):
+        started.append(ServerProcess(*arguments, **environment))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait(10)
+        server.process.stdout.close()
+        server.process.stderr.close()
+
+
+@contextlib.contextmanager
+def open_streams(server, count):
+    """`count` streams that have begun; yields the list their whole texts go to."""
+    texts, begun = [], []
+
+    def read():
+        body = {"prompt": "a", "max_tokens": 60, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as response:
+            text = ""
+            for piece in response.iter_text():
+                text += piece
+                if piece and text.count("data: ") >= 2:
+                    begun.append(None)
+            texts.append(text)
+
+    def read_until_closed():
+        # A server that is killed cuts its streams off.
+        with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):
+            read()
+
+    threads = [threading.Thread(target=read_until_closed) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(begun) >= count, what="streams have begun")
+    yield texts
+    for thread in threads:
+        thread.join(20)
+
+
+def test_on_sigterm_streams_finish_new_requests_get_503_and_the_exit_is_clean(start):
+    server = start("tests.server.fake_main", 20, 0.02).ready()
+    with open_streams(server, 3) as texts:
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, what="draining")
+        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"})
+        assert error_of(response, 503)["code"] == "draining" and "retry-after" in response.headers
+    assert [events_of(text)[-1] for text in texts] == ["[DONE]"] * 3, "each stream is whole"
+    assert server.wait() == 0
+
+
+def test_past_the_grace_period_streams_end_with_an_error_object(start):
+    server = start("tests.server.fake_main", 0.2, 0.2).ready()
+    with open_streams(server, 3) as texts:
+        server.process.send_signal(signal.SIGTERM)
+    assert len(texts) == 3
+    for text in texts:
+        last = events_of(text)[-1]
+        assert last != "[DONE]" and last["error"]["type"] == "service_unavailable_error"
+    assert server.wait() == 0
+
+
+def test_a_second_signal_ends_at_once(start):
+    server = start("tests.server.fake_main", 60, 0.5).ready()
+    with open_streams(server, 1):
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, what="draining")
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(5) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 2
+
+
+def test_a_port_in_use_is_named_and_the_exit_is_not_zero(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = start("tests.server.fake_main", 1, 0, port)
+        assert server.wait() == 1
+    assert f"127.0.0.1:{port}" in "".join(server.errors) and "--http_port" in "".join(server.errors)
+
+
+def test_the_real_command_serves_drains_and_names_what_is_wrong(start, tiny_model_dir, tmp_path):
+    shapes = ["--decode_buckets=2", "--prefill_buckets=16", "--table_width_buckets=8", "--max_num_batched_tokens=16"]
+    common = ["jaxserve.server", "--http-port=0", "--grpc-port=0", "--max_num_seqs=2", "--num_pages=20", *shapes]
+    missing = start(*common, f"--model={tmp_path}", JAXSERVE_CACHE=str(tmp_path))
+    server = start(
+        *common,
+        f"--model={tiny_model_dir}",
+        "--dtype=float32",
+        "--max-model-len=128",
+        "--served-model-name=tiny",
+        f"--trace_file={tmp_path / 'trace.jsonl'}",
+        JAXSERVE_CACHE=str(tmp_path),
+    ).ready()
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "model": "tiny"}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=30).status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+    assert len((tmp_path / "trace.jsonl").read_text().splitlines()) > 2
+    shown = "".join(server.errors)
+    assert "KV pool" in shown and "warm-up" in shown and f"curl {server.url}/v1/chat/completions" in shown
+    assert missing.wait(60) == 1 and str(tmp_path) in missing.errors[-1]
+
+
+def test_the_curl_line_is_one_shell_command_with_valid_json():
+    words = shlex.split(curl_line("o'model", "http://127.0.0.1:8000", False))
+    assert words[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+    assert json.loads(words[words.index("-d") + 1])["model"] == "o'model"

@@ -1,0 +1,149 @@
+"""A full queue refuses quickly, by name and in a stable number; gauges return to zero."""
+
+import threading
+import time
+
+import pytest
+
+from tests.server.running import RunningServer, error_of, events_of, metric_samples, until
+
+BODY = {"prompt": "The sea", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def small_server(make_tiny_engine):
+    """Two slots and a queue of three."""
+    engine = make_tiny_engine(max_num_seqs=2, max_queue_requests=3, num_pages=20)
+    server = RunningServer(lambda: engine)
+    yield server
+    server.stop()
+
+
+def send_at_once(server, count):
+    """`count` requests while no step runs, then a step may; the responses with the seconds each took."""
+    answers = []
+
+    def send():
+        with server.client() as client:
+            began = time.monotonic()
+            response = client.post("/v1/completions", json=BODY)
+            answers.append((response, time.monotonic() - began))
+
+    engine = server.engine.engine
+    engine.gate.clear()
+    threads = [threading.Thread(target=send) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(answers) == count - 5, what="the refused have their answers")
+    engine.gate.set()
+    for thread in threads:
+        thread.join(20)
+    return answers
+
+
+@pytest.mark.parametrize("round_number", range(3))
+def test_slots_plus_queue_are_accepted_and_the_rest_refused_at_once(small_server, round_number):
+    answers = send_at_once(small_server, 10)
+    accepted = [response for response, _ in answers if response.status_code == 200]
+    assert len(accepted) == 5
+    assert len({response.json()["choices"][0]["text"] for response in accepted}) == 1
+    for response, _ in answers:
+        if response.status_code != 200:
+            error = error_of(response, 429)
+            assert error["code"] == "queue_full_requests" and error["type"] == "rate_limit_error"
+            assert int(response.headers["retry-after"]) >= 1
+    until(lambda: small_server.engine.engine.clean, 2, "idle-clean")
+
+
+def test_a_refusal_takes_less_than_a_tenth_of_a_second(small_server):
+    engine = small_server.engine.engine
+    engine.gate.clear()
+    with small_server.client() as client:
+        streams = [small_server.call(lambda: submit(small_server)) for _ in range(5)]
+        took = []
+        for _ in range(5):
+            began = time.monotonic()
+            error_of(client.post("/v1/completions", json=BODY), 429)
+            took.append(time.monotonic() - began)
+        small_server.call(lambda: [stream.cancel() for stream in streams])
+        engine.gate.set()
+    assert sorted(took)[2] < 0.1
+    until(lambda: engine.clean, 2, "idle-clean")
+
+
+def submit(server):
+    from jaxserve.core import SamplingParams
+
+    return server.engine.submit(prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=20))
+
+
+def test_choices_that_do_not_all_fit_are_refused_together(small_server):
+    engine = small_server.engine.engine
+    engine.gate.clear()
+    with small_server.client() as client:
+        error_of(client.post("/v1/completions", json=BODY | {"n": 6}), 429)
+        error_of(client.post("/v1/completions", json=BODY | {"prompt": ["a"] * 6}), 429)
+        until(lambda: engine.scheduler.num_running + engine.scheduler.num_waiting == 0, 2, "nothing was left behind")
+        engine.gate.set()
+        assert client.post("/v1/completions", json=BODY | {"n": 5}).status_code == 200
+
+
+def samples(client):
+    found = dict(metric_samples(client.get("/metrics").text))
+    assert all(value == value and value >= 0 for value in found.values()), "NaN or negative"
+    return found
+
+
+def test_gauges_fall_to_zero_after_everything_was_cancelled(small_server):
+    engine = small_server.engine.engine
+    engine.gate.clear()
+    with small_server.client() as client:
+        before = samples(client)
+        streams = [small_server.call(lambda: submit(small_server)) for _ in range(5)]
+        during = samples(client)
+        assert gauge(during, "num_requests_running") == 2 and gauge(during, "num_requests_waiting") == 3
+        small_server.call(lambda: [stream.cancel() for stream in streams])
+        # No more traffic and no step: the gauges follow the aborts themselves.
+        until(lambda: gauge(samples(client), "num_requests_running") == 0, 2, "running gauge is 0")
+        after = samples(client)
+        engine.gate.set()
+    assert gauge(after, "num_requests_waiting") == 0
+    abort = 'jaxserve:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}'
+    assert after[abort] == before[abort] + 5
+    assert all(after[name] >= value for name, value in before.items() if "_total" in name or "_count" in name)
+    until(lambda: gauge_is_clean(small_server), 2, "KV usage is 0")
+
+
+def gauge_is_clean(server):
+    with server.client() as client:
+        return gauge(samples(client), "kv_cache_usage_perc") == 0
+
+
+def gauge(found, name):
+    return found[f'jaxserve:{name}{{engine="0",model_name="tiny"}}']
+
+
+def test_when_the_engine_dies_open_requests_get_errors_and_health_says_so(make_tiny_engine):
+    engine = make_tiny_engine(max_num_seqs=2, max_queue_requests=3, num_pages=20)
+    server = RunningServer(lambda: engine)
+    try:
+        with server.client() as client, server.client() as other:
+            engine.engine.gate.clear()
+            with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
+                until(lambda: engine.engine.has_work, what="submitted")
+                whole = []
+                thread = threading.Thread(target=lambda: whole.append(other.post("/v1/completions", json=BODY)))
+                thread.start()
+                until(lambda: len(engine._streams) == 2, what="both are live")
+                engine.engine.fault = RuntimeError("broken on purpose")
+                engine.engine.gate.set()
+                events = events_of(stream.read().decode())
+                thread.join(10)
+            assert events[-1]["error"]["code"] == "engine_dead" and "[DONE]" not in events
+            assert error_of(whole[0], 503)["code"] == "engine_dead"
+            assert client.get("/health").status_code == 503
+            began = time.monotonic()
+            error_of(client.post("/v1/completions", json=BODY), 503)
+            assert time.monotonic() - began < 1
+    finally:
+        server.stop()

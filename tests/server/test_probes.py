@@ -1,0 +1,137 @@
+"""Health, readiness, models, metrics, version, keys: what operators and clients look at first."""
+
+import pytest
+
+from jaxserve.core import NotReadyError
+from jaxserve.server.http_app import HttpSettings
+from tests.server.fake_engine import FakeEngine
+from tests.server.running import RunningServer, error_of, metric_samples
+
+BODY = {"prompt": "a", "max_tokens": 1}
+
+
+@pytest.mark.parametrize("state", ["loading", "warming_up"])
+def test_while_loading_everything_but_health_is_503_with_progress(fake_server, fake_client, state):
+    fake_server.engine.state = state
+    fake_server.engine.progress = (3, 7, "warm-up: decode 8")
+    ready = fake_client.get("/ready")
+    assert ready.status_code == 503 and int(ready.headers["retry-after"]) >= 1
+    assert ready.json()["progress"] == {"done": 3, "total": 7, "what": "warm-up: decode 8"}
+    assert fake_client.get("/health").status_code == 200
+    for response in (
+        fake_client.post("/v1/completions", json=BODY),
+        fake_client.post("/v1/chat/completions", json=BODY),
+        fake_client.post("/tokenize", json=BODY),
+        fake_client.get("/v1/models"),
+    ):
+        error = error_of(response, 503)
+        assert error["code"] == state and "3 of 7" in error["message"]
+        assert int(response.headers["retry-after"]) >= 1
+
+
+def test_metrics_answer_before_there_is_an_engine(fake_server, fake_client):
+    class Loading:
+        @property
+        def registry(self):
+            raise NotReadyError("the model is loading")
+
+    fake_server.engine.metrics = Loading()
+    assert fake_client.get("/metrics").status_code == 200
+
+
+def test_a_dead_engine_shows_in_health_and_fails_fast(fake_server, fake_client):
+    fake_server.engine.state, fake_server.engine.error = "dead", RuntimeError("boom")
+    assert fake_client.get("/health").status_code == 503
+    assert fake_client.get("/ready").json()["error"] == "RuntimeError"
+    response = fake_client.post("/v1/completions", json=BODY)
+    assert error_of(response, 503)["code"] == "engine_dead"
+
+
+def test_a_draining_server_refuses_new_requests(fake_server, fake_client):
+    fake_server.engine.state = "draining"
+    response = fake_client.post("/v1/completions", json=BODY)
+    assert error_of(response, 503)["code"] == "draining" and "retry-after" in response.headers
+    assert fake_client.get("/health").status_code == 200 and fake_client.get("/ready").status_code == 503
+
+
+def test_the_real_engine_is_healthy_and_ready(client):
+    assert client.get("/health").json()["status"] == "ok"
+    assert client.get("/ready").json() == {"ready": True, "state": "ready"}
+    assert client.get("/version").json()["version"]
+
+
+def test_models_lists_the_served_one(client):
+    (card,) = client.get("/v1/models").json()["data"]
+    assert card["id"] == "tiny" and card["max_model_len"] == 128 and card["object"] == "model"
+    assert client.get("/v1/models/tiny").json() == card
+    assert error_of(client.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
+
+
+def test_tokenize_and_detokenize_are_inverse(client):
+    answer = client.post("/tokenize", json={"prompt": "Café 😊", "return_token_strs": True}).json()
+    assert answer["tokens"] == list("Café 😊".encode()) and answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 128 and len(answer["token_strs"]) == answer["count"]
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "Café 😊"}
+    chat = client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}).json()
+    assert chat["count"] > 1
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": []}, {"prompt": 5}, {"messages": []}])
+def test_tokenize_needs_exactly_one_input(client, body):
+    error_of(client.post("/tokenize", json=body), 400)
+
+
+@pytest.mark.parametrize("tokens", [[-1], [10**6], ["a"], [True], None])
+def test_detokenize_refuses_what_is_no_token(client, tokens):
+    assert "tokens" in error_of(client.post("/detokenize", json={"tokens": tokens}), 400)["param"]
+
+
+def test_metrics_have_finite_values_and_the_project_prefix(client):
+    client.post("/v1/completions", json=BODY)
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    found = dict(metric_samples(response.text))
+    assert all(name.startswith("jaxserve:") and value >= 0 for name, value in found.items())
+    assert found['jaxserve:generation_tokens_total{engine="0",model_name="tiny"}'] > 0
+
+
+def test_metrics_compat_repeats_every_metric_under_vllms_prefix():
+    server = RunningServer(FakeEngine, HttpSettings(metrics_compat="vllm"))
+    try:
+        with server.client() as client:
+            names = [name for name, _ in metric_samples(client.get("/metrics").text)]
+            openmetrics = client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+    finally:
+        server.stop()
+    assert sorted(names) == ["jaxserve:num_requests_running", "vllm:num_requests_running"] or all(
+        name.replace("jaxserve:", "vllm:") in names for name in names
+    )
+    assert openmetrics.text.endswith("# EOF\n")
+
+
+@pytest.fixture(scope="module")
+def locked_server():
+    server = RunningServer(FakeEngine, HttpSettings(api_key="secret"))
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "secret", "Basic secret", "Bearer", "Bearer secret2", "Bearer é"]
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/tokenize", "/openapi.json", "/nothing"])
+def test_without_the_key_nothing_but_the_probes_answers(locked_server, header, path):
+    headers = {} if header is None else {"Authorization": header.encode()}
+    with locked_server.client() as client:
+        response = client.request("GET" if "models" in path else "POST", path, headers=headers)
+        assert error_of(response, 401)["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_with_the_key_everything_and_without_it_the_probes_answer(locked_server):
+    with locked_server.client() as client:
+        for path in ("/health", "/ready", "/version", "/metrics"):
+            assert client.get(path).status_code == 200
+        client.headers["Authorization"] = "Bearer secret"
+        assert client.get("/v1/models").status_code == 200
+        assert client.post("/v1/completions", json=BODY).status_code == 200
