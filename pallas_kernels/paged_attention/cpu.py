@@ -1,13 +1,53 @@
-"""Paged attention for XLA's CPU backend: live pages only, a block of pages at a time."""
+"""Paged attention for XLA's CPU backend.
+
+Both forms stream K and V block by block through a softmax that is renormalised as it goes (Milakov and
+Gimelshein 2018), so nothing is as large as the page table is wide, and the loops end where the longest
+live context ends: a table that is far wider than its rows costs nothing. Blocks are gathered as whole
+pages, the unit that is contiguous, and then multiplied by batched matrix products.
+
+What a query does not see is replaced, not multiplied by zero: unused slots may hold NaN.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.rows import token_rows
+DECODE_BLOCK_TOKENS = 128
+PREFILL_BLOCK_TOKENS = 256
+PREFILL_BLOCK_QUERIES = 64
 
-_BLOCK_TOKENS = 128
+
+class _Softmax(NamedTuple):
+    """A softmax-weighted sum in the making: running maximum, sum of exponentials, weighted values."""
+
+    top: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+    @classmethod
+    def start(cls, sinks: jax.Array | None, shape: tuple[int, ...], dim: int) -> _Softmax:
+        """Before any key; `sinks` (broadcast to `shape`) is a key without a value."""
+        out = jnp.zeros((*shape, dim), jnp.float32)
+        if sinks is None:
+            return cls(jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32), out)
+        return cls(jnp.broadcast_to(sinks.astype(jnp.float32), shape), jnp.ones(shape, jnp.float32), out)
+
+    def add(self, scores: jax.Array, values: jax.Array) -> _Softmax:
+        """Takes in scores [..., N, S] (-inf: not seen) and values [..., S, D]."""
+        top = jnp.maximum(self.top, scores.max(axis=-1))
+        base = jnp.where(jnp.isfinite(top), top, 0.0)
+        exps = jnp.exp(scores - base[..., None])
+        keep = jnp.exp(self.top - base)
+        out = jnp.matmul(exps, values, precision=jax.lax.Precision.HIGHEST)
+        return _Softmax(top, self.total * keep + exps.sum(axis=-1), self.out * keep[..., None] + out)
+
+    def result(self) -> jax.Array:
+        """The weighted mean; zeros where nothing was seen."""
+        return self.out / jnp.where(self.total > 0, self.total, 1.0)[..., None]
 
 
 def paged_attention_cpu(
@@ -24,46 +64,133 @@ def paged_attention_cpu(
     sinks: jax.Array | None,
 ) -> jax.Array:
     """See `pallas_kernels.paged_attention.api.paged_attention`."""
-    num_tokens, heads, dim = q.shape
-    kv_heads, page_size = pool.shape[3], pool.shape[4]
-    group = heads // kv_heads
-    rows, positions = token_rows(num_tokens, context_lens, query_starts)
-    width = page_table.shape[1]
-    block = max(1, min(width, _BLOCK_TOKENS // page_size))
-    table = jnp.pad(page_table, ((0, 0), (0, -width % block)))[rows]
-    queries = (q.astype(jnp.float32) * scale).reshape(num_tokens, kv_heads, group, dim)
+    finish = _score_function(scale, logit_softcap)
+    if query_starts is None:
+        return _decode(q, pool, layer, page_table, context_lens, sliding_window, finish, sinks)
+    return _prefill(q, pool, layer, page_table, context_lens, query_starts, sliding_window, finish, sinks)
 
-    def body(step: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        top, total, out = carry
-        ids = jax.lax.dynamic_slice_in_dim(table, step * block, block, axis=1)
-        own = pool[layer, ids]  # [T, block, 2, K, S, D]
-        slots = step * block * page_size + jnp.arange(block * page_size)
-        seen = slots <= positions[:, None]
-        if sliding_window is not None:
-            seen &= slots > positions[:, None] - sliding_window
-        keys = own[:, :, 0].transpose(0, 2, 1, 3, 4).reshape(num_tokens, kv_heads, -1, dim).astype(jnp.float32)
-        values = own[:, :, 1].transpose(0, 2, 1, 3, 4).reshape(num_tokens, kv_heads, -1, dim).astype(jnp.float32)
-        values = jnp.where(seen[:, None, :, None], values, 0.0)
-        scores = jnp.einsum("tkgd,tksd->tkgs", queries, keys, precision="highest")
+
+def _score_function(scale: float, logit_softcap: float | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def finish(scores: jax.Array, seen: jax.Array) -> jax.Array:
+        scores = scores * scale
         if logit_softcap is not None:
             scores = logit_softcap * jnp.tanh(scores / logit_softcap)
-        scores = jnp.where(seen[:, None, None, :], scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=-1))
-        base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
-        exps = jnp.exp(scores - base[..., None])
-        keep = jnp.exp(top - base)
-        total = total * keep + exps.sum(axis=-1)
-        out = out * keep[..., None] + jnp.einsum("tkgs,tksd->tkgd", exps, values, precision="highest")
-        return new_top, total, out
+        return jnp.where(seen, scores, -jnp.inf)
 
-    shape = (num_tokens, kv_heads, group)
-    if sinks is None:
-        start = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, dim)))
-    else:
-        sink = jnp.broadcast_to(sinks.astype(jnp.float32).reshape(kv_heads, group), shape)
-        start = (sink, jnp.ones(shape), jnp.zeros((*shape, dim)))
-    blocks = (jnp.max(positions) + block * page_size) // (block * page_size)
-    _, total, out = jax.lax.fori_loop(0, blocks, body, start)
-    live = (positions >= 0)[:, None, None, None]
-    out = jnp.where(live, out / jnp.where(total > 0, total, 1.0)[..., None], 0.0)
-    return out.reshape(num_tokens, heads, dim).astype(q.dtype)
+    return finish
+
+
+def _decode(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    context_lens: jax.Array,
+    sliding_window: int | None,
+    finish: Callable[[jax.Array, jax.Array], jax.Array],
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """All rows side by side: a step of the loop takes the next block of every row."""
+    rows, heads, dim = q.shape
+    kv_heads, page_size = pool.shape[3], pool.shape[4]
+    width = page_table.shape[1]
+    block = max(1, min(width, DECODE_BLOCK_TOKENS // page_size))
+    queries = q.astype(jnp.float32).reshape(rows, kv_heads, heads // kv_heads, dim)
+    positions = context_lens - 1
+    first_seen = jnp.zeros_like(positions) if sliding_window is None else positions - (sliding_window - 1)
+    first_page = jnp.maximum(first_seen, 0) // page_size
+    num_pages = jnp.maximum(context_lens + (page_size - 1), 0) // page_size - first_page
+
+    def body(step: jax.Array, carry: _Softmax) -> _Softmax:
+        index = first_page[:, None] + step * block + jnp.arange(block)
+        ids = jnp.take_along_axis(page_table, jnp.minimum(index, width - 1), axis=1)
+        slots = (index[:, :, None] * page_size + jnp.arange(page_size)).reshape(rows, 1, 1, -1)
+        seen = (slots <= positions[:, None, None, None]) & (slots >= first_seen[:, None, None, None])
+        keys, values = _pages(pool, layer, ids)
+        scores = jnp.einsum("rkgd,rksd->rkgs", queries, keys, precision=jax.lax.Precision.HIGHEST)
+        return carry.add(finish(scores, seen), jnp.where(seen.reshape(rows, 1, -1, 1), values, 0.0))
+
+    group = heads // kv_heads
+    start = _Softmax.start(None if sinks is None else sinks.reshape(kv_heads, group), queries.shape[:-1], dim)
+    steps = (jnp.max(num_pages) + block - 1) // block
+    out = jax.lax.fori_loop(0, steps, body, start).result()
+    # A padding row has a sink or a masked block at most, never a value; its queries may be NaN.
+    return jnp.where((positions >= 0)[:, None, None], out.reshape(q.shape), 0.0).astype(q.dtype)
+
+
+def _prefill(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    context_lens: jax.Array,
+    query_starts: jax.Array,
+    sliding_window: int | None,
+    finish: Callable[[jax.Array, jax.Array], jax.Array],
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """One block of a row's queries after another; K and V are read once per block of queries."""
+    tokens, heads, dim = q.shape
+    kv_heads, page_size = pool.shape[3], pool.shape[4]
+    group = heads // kv_heads
+    width = page_table.shape[1]
+    block = max(1, min(width, PREFILL_BLOCK_TOKENS // page_size))
+    block_tokens = block * page_size
+    size = min(tokens, PREFILL_BLOCK_QUERIES)
+    counts = query_starts[1:] - query_starts[:-1]
+    ends = jnp.cumsum((counts + size - 1) // size)  # int32[R], blocks of queries up to and with each row
+    # Padded so that the last block of queries is a plain slice; [K, G * T, D] order is made per block.
+    queries = jnp.pad(q, ((0, size), (0, 0), (0, 0)))
+    table = jnp.pad(page_table, ((0, 0), (0, -width % block)))
+    start = _Softmax.start(
+        None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), size, axis=1),
+        (kv_heads, group * size),
+        dim,
+    )
+
+    def query_block(item: jax.Array, out: jax.Array) -> jax.Array:
+        row = jnp.searchsorted(ends, item, side="right").astype(jnp.int32)
+        done = (item - (ends[row] - (counts[row] + size - 1) // size)) * size
+        begin = query_starts[row] + done
+        positions = context_lens[row] - counts[row] + done + jnp.arange(size)
+        last = jnp.minimum(positions[-1], context_lens[row] - 1)
+        mine = jax.lax.dynamic_slice_in_dim(queries, begin, size)
+        mine = mine.astype(jnp.float32).reshape(size, kv_heads, group, dim)
+        mine = mine.transpose(1, 2, 0, 3).reshape(kv_heads, group * size, dim)
+
+        def kv_block(step: jax.Array, carry: _Softmax) -> _Softmax:
+            ids = jax.lax.dynamic_slice(table, (row, step * block), (1, block))
+            slots = step * block_tokens + jnp.arange(block_tokens)
+            seen = slots <= positions[:, None]
+            if sliding_window is not None:
+                seen &= slots > positions[:, None] - sliding_window
+            held = slots <= last
+            if sliding_window is not None:
+                held &= slots > positions[0] - sliding_window
+            keys, values = (x[0] for x in _pages(pool, layer, ids))
+            scores = jnp.einsum("kqd,ksd->kqs", mine, keys, precision=jax.lax.Precision.HIGHEST)
+            scores = finish(scores.reshape(kv_heads, group, size, -1), seen).reshape(kv_heads, group * size, -1)
+            return carry.add(scores, jnp.where(held[:, None], values, 0.0))
+
+        first = 0 if sliding_window is None else jnp.maximum(positions[0] - sliding_window + 1, 0) // block_tokens
+        mixed = jax.lax.fori_loop(first, last // block_tokens + 1, kv_block, start).result()
+        mixed = mixed.reshape(kv_heads, group, size, dim).transpose(2, 0, 1, 3).reshape(size, heads, dim)
+        # Beyond the row's end lie the next row's places: leave them as they are.
+        valid = (done + jnp.arange(size) < counts[row])[:, None, None]
+        old = jax.lax.dynamic_slice_in_dim(out, begin, size)
+        return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(valid, mixed.astype(q.dtype), old), begin, 0)
+
+    return jax.lax.fori_loop(0, ends[-1], query_block, jnp.zeros_like(queries))[:tokens]
+
+
+def _pages(pool: jax.Array, layer: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """K and V of pages `ids` [R, N] as float32[R, K, N * S, D]."""
+    num_layers, num_pages, _, kv_heads, page_size, dim = pool.shape
+    flat = pool.reshape(num_layers * num_pages * 2 * kv_heads, page_size, dim)
+    heads = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
+    keys = (layer * num_pages + ids)[:, None, :] * (2 * kv_heads) + heads
+    shape = (ids.shape[0], kv_heads, ids.shape[1] * page_size, dim)
+    return tuple(
+        flat.at[rows].get(mode="promise_in_bounds").reshape(shape).astype(jnp.float32)
+        for rows in (keys, keys + kv_heads)
+    )

@@ -1,0 +1,88 @@
+"""write_kv: what is written where, and that a donated pool is updated in place."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import paged_attention
+
+SHAPE = (3, 7, 2, 2, 4, 8)
+
+
+def test_only_the_named_slots_change():
+    rng = np.random.default_rng(0)
+    pool = rng.normal(size=SHAPE).astype(np.float32)
+    k, v = rng.normal(size=(2, 4, 2, 8)).astype(np.float32)
+    page_ids, offsets = [5, 2, 5, 6], [0, 3, 1, 3]
+    wanted = pool.copy()
+    for token, (page, offset) in enumerate(zip(page_ids, offsets, strict=True)):
+        wanted[1, page, 0, :, offset] = k[token]
+        wanted[1, page, 1, :, offset] = v[token]
+    found = write_kv(jnp.asarray(pool), 1, k, v, jnp.asarray(page_ids, jnp.int32), jnp.asarray(offsets, jnp.int32))
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_padding_may_collide_on_the_null_page():
+    pool = jnp.zeros(SHAPE)
+    k = jnp.ones((3, 2, 8))
+    found = np.asarray(write_kv(pool, 0, k, k, jnp.asarray([0, 0, 4], jnp.int32), jnp.asarray([0, 0, 2], jnp.int32)))
+    assert (found[0, 4, :, :, 2] == 1).all()
+    assert found[:, 1:].sum() == 2 * 2 * 8
+
+
+def test_values_are_rounded_to_the_pools_dtype():
+    pool = jnp.zeros(SHAPE, jnp.bfloat16)
+    k = jnp.full((1, 2, 8), 1.001)
+    found = write_kv(pool, 0, k, k, jnp.asarray([1], jnp.int32), jnp.asarray([0], jnp.int32))
+    assert found.dtype == jnp.bfloat16
+    assert (found[0, 1, :, :, 0] == 1.0).all()
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    k = jnp.zeros((2, 2, 8))
+    with pytest.raises(ValueError, match=r"must be \[L, P, 2, K, S, D\], \[T, K, D\]"):
+        write_kv(jnp.zeros(SHAPE), 0, k, k, jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32))
+
+
+def test_a_pool_beyond_int32_rows_is_refused():
+    pool = jax.ShapeDtypeStruct((80, 2**20, 2, 8, 16, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, 8, 64), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((1,), jnp.int32)
+    with pytest.raises(ValueError, match="int32 index"):
+        jax.eval_shape(lambda pool, k, ids: write_kv(pool, 0, k, k, ids, ids), pool, k, ids)
+
+
+@pytest.mark.parametrize("layers", ["unrolled", "scanned"])
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_a_donated_pool_is_not_copied(layers, tokens):
+    shape = (4, 257, 2, 2, 16, 32)
+    pool = jax.ShapeDtypeStruct(shape, jnp.float32)
+    pool_bytes = 4 * int(np.prod(shape))
+
+    def layer(index, pool, q, page_ids):
+        pool = write_kv(pool, index, q[:, :2], q[:, 2:], page_ids, page_ids % 16)
+        if tokens == 8:
+            table, starts = jnp.broadcast_to(page_ids[:4], (8, 4)), None
+        else:
+            table, starts = page_ids[None, :4], jnp.asarray([0, tokens], jnp.int32)
+        context = jnp.full(table.shape[0], 64, jnp.int32)
+        return paged_attention(q, pool, index, table, context, starts, implementation="cpu"), pool
+
+    def step(pool, q, page_ids):
+        if layers == "unrolled":
+            for index in range(4):
+                q, pool = layer(index, pool, q, page_ids)
+            return pool, q
+        body = lambda index, carry: layer(index, carry[1], carry[0], page_ids)  # noqa: E731
+        q, pool = jax.lax.fori_loop(0, 4, body, (q, pool))
+        return pool, q
+
+    q = jax.ShapeDtypeStruct((tokens, 4, 32), jnp.float32)
+    page_ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    analysis = jax.jit(step, donate_argnums=0).lower(pool, q, page_ids).compile().memory_analysis()
+    assert analysis.alias_size_in_bytes == pool_bytes
+    assert analysis.temp_size_in_bytes < pool_bytes / 8
