@@ -28,8 +28,11 @@ async def create_completion(service: GenerationService, request: Request, body: 
     given = spec.prompts()
     prompts: list[list[int]] = []
     for prompt in given:
-        add_special = spec.add_special_tokens is not False
-        prompts.append(prompt if isinstance(prompt, list) else await service.encode(prompt, add_special))
+        if isinstance(prompt, list):
+            prompts.append(prompt)
+        else:
+            service.check_fits(len(prompt), "prompt")
+            prompts.append(await service.encode(prompt, spec.add_special_tokens is not False))
     max_model_len = service.engine.max_model_len
     if spec.logprobs is not None:
         service.check_tokenizer()

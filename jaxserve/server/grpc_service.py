@@ -51,6 +51,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             params = sampling_params(request.sampling)
             request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
             check_request_id(request_id)
+            self._service.check_fits(_num_chars(request), "input")
             prompt = await self._prompt(request)
             responses = self._stream(request_id, prompt, params, request.priority, context)
             async with contextlib.aclosing(responses):
@@ -153,6 +154,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             yield
         except Exception as exc:
             await _abort(context, stream_error(exc, self._engine.state))
+
+
+def _num_chars(request: pb.GenerateRequest) -> int:
+    return len(request.text) + sum(len(message.content) for message in request.chat.messages)
 
 
 async def _abort(context: Context, error: ApiError) -> NoReturn:

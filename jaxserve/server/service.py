@@ -25,6 +25,7 @@ class GenerationService:
 
     def __init__(self, engine: EngineApi) -> None:
         self.engine = engine
+        self._longest_token = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def close(self) -> None:
@@ -52,8 +53,26 @@ class GenerationService:
         _ = self.engine.tokenizer
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt's text."""
+        """Token ids of a text."""
         return await self._run(len(text), lambda: self.engine.tokenizer.encode(text, add_special_tokens))
+
+    def check_fits(self, num_chars: int, param: str) -> None:
+        """Refuses a text that the context cannot hold whatever its tokens, before seconds go into finding them.
+
+        Raises:
+          ApiError: 400.
+        """
+        if num_chars <= INLINE_CHARS:
+            return
+        tokenizer, limit = self.engine.tokenizer, self.engine.max_model_len
+        if not self._longest_token:
+            self._longest_token = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
+        if num_chars > limit * self._longest_token:
+            message = (
+                f"{param} has {num_chars} characters; the limit is {limit} tokens (max_model_len),"
+                f" each of at most {self._longest_token} bytes"
+            )
+            raise ApiError("invalid", message, param=param, code="context_length_exceeded")
 
     async def encode_chat(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

@@ -191,3 +191,15 @@ def test_a_request_split_over_packets_is_one_request(server):
             connection.sendall(request[start : start + 20])
         connection.settimeout(10)
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(server, client, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(server.engine.engine._tokenizer, "encode", refuse, raising=True)
+    text = "x" * 1_000_000
+    error = error_of(post(client, {"prompt": text}), 400)
+    assert error["code"] == "context_length_exceeded" and "1000000" in error["message"] and "128" in error["message"]
+    messages = [{"role": "user", "content": text}]
+    assert error_of(post(client, {"messages": messages}, "/v1/chat/completions"), 400)["param"] == "messages"
