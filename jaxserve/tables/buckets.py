@@ -110,10 +110,10 @@ class BucketTable:
 
 
 def _powers(limit: int, first: int, ratio: int) -> tuple[int, ...]:
-    """`first`, then times `ratio`, below `limit`; then `limit`."""
+    """`first`, then times `ratio`, while at most a third of `limit` (a closer size saves little); then `limit`."""
     sizes = []
     size = first
-    while size < limit:
+    while 3 * size <= limit:
         sizes.append(size)
         size *= ratio
     return (*sizes, limit)
