@@ -13,21 +13,25 @@ def tiny_model_dir(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-@pytest.fixture(scope="session")
-def make_tiny_engine(tiny_model_dir, tmp_path_factory):
-    """`make_tiny_engine(**settings)`: a ready AsyncEngine on the tiny model, with a gate; one bucket of each kind.
-
-    Engines of one shape compile once: they share a compilation cache of this session.
-    """
+@pytest.fixture(scope="session", autouse=True)
+def compile_cache(tmp_path_factory):
+    """A compilation cache for the session: engines of one shape compile once."""
     import jax
 
+    from jaxserve.runtime.compile_cache import enable_compile_cache
+
+    yield str(enable_compile_cache(str(tmp_path_factory.mktemp("xla"))))
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="session")
+def make_tiny_engine(tiny_model_dir):
+    """`make_tiny_engine(**settings)`: a ready AsyncEngine on the tiny model, with a gate; one bucket of each kind."""
     from jaxserve.config import EngineConfig
     from jaxserve.engine import AsyncEngine
-    from jaxserve.runtime.compile_cache import enable_compile_cache
     from tests.server.gated_engine import GatedEngine
     from tests.server.running import until
 
-    cache = str(tmp_path_factory.mktemp("xla"))
     engines = []
 
     def make(**settings):
@@ -42,10 +46,9 @@ def make_tiny_engine(tiny_model_dir, tmp_path_factory):
             prefill_buckets=(64,),
             table_width_buckets=(8,),
             served_model_name="tiny",
-            compile_cache=cache,
+            compile_cache="",
         )
         config = EngineConfig(model=str(tiny_model_dir), **(defaults | settings))
-        enable_compile_cache(cache)
         engine = AsyncEngine(config, factory=GatedEngine)
         engine.start()
         engines.append(engine)
@@ -57,7 +60,6 @@ def make_tiny_engine(tiny_model_dir, tmp_path_factory):
     for engine in engines:
         engine.engine.gate.set()
         engine.shutdown()
-    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="session")

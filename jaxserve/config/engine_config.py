@@ -92,7 +92,7 @@ class EngineConfig:
       num_pages: KV pages; sized from memory when None.
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
       scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.
-      compile_cache: folder of the persistent compilation cache; "" turns it off; None: under the cache folder.
+      compile_cache: folder of compiled programs; "" leaves jax's own setting; None: under the cache folder.
     """
 
     model: str = "smollm2-135m"

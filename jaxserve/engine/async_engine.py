@@ -20,6 +20,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.core import (
     EngineDeadError,
     FinishReason,
+    JaxserveError,
     NotReadyError,
     Priority,
     RejectedError,
@@ -230,7 +231,9 @@ class AsyncEngine:
                 self._work.wait_for(lambda: self._stopping or engine.has_work, timeout=0.05 if engine.has_work else 1.0)
 
     def _die(self, error: BaseException) -> None:
-        logging.error("engine died: %r", error, exc_info=error)
+        # A model or setting that does not fit is the operator's to mend: its message says how.
+        expected = self.state != "ready" and isinstance(error, ValueError | JaxserveError)
+        logging.error("engine died: %r", error, exc_info=None if expected else error)
         self.error = error
         self.state = "dead"
         for stream in self._live():

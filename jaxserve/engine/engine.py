@@ -27,7 +27,7 @@ from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta, RequestState
 from jaxserve.engine.validation import ModelLimits
 from jaxserve.loading import load_model, resolve_model
-from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, make_mesh
+from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, enable_compile_cache, make_mesh
 from jaxserve.scheduler import Scheduler, TraceWriter
 from jaxserve.scheduler.plan import StepPlan, TokenEvent
 from jaxserve.text import Tokenizer, load_tokenizer
@@ -79,6 +79,7 @@ class Engine:
         self._clock = clock
         self._lock = threading.RLock()
         self._progress = progress or (lambda *_: None)
+        enable_compile_cache(config.compile_cache)
         resolved = resolve_model(config.model, lambda done, total, what: self._progress("weights", done, total, what))
         self.config = config
         self.model_name = config.served_model_name or resolved.served_name

@@ -15,7 +15,6 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import append_delta
 from jaxserve.engine.validation import make_requests
-from jaxserve.runtime.compile_cache import enable_compile_cache
 
 Prompt = str | Sequence[int]
 
@@ -43,7 +42,6 @@ class LLM:
             config = EngineConfig(model=model, **settings)
         except TypeError as error:
             raise ValueError(f"{error}; the settings are the fields of EngineConfig") from error
-        enable_compile_cache(config.compile_cache)
         self.engine = Engine(config)
         self.engine.warm_up()
 

@@ -17,10 +17,10 @@ def enable_compile_cache(folder: str | None) -> Path | None:
     """Turns the cache on for this process.
 
     Args:
-      folder: where; None: under `cache_root()`; "": off.
+      folder: where; None: under `cache_root()`; "": nothing is changed.
 
     Returns:
-      The folder, or None when off.
+      The folder, or None when nothing was changed.
     """
     if folder == "":
         return None

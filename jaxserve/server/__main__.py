@@ -21,7 +21,6 @@ def main(argv: Sequence[str]) -> int:
     config = engine_config_from_flags(flags)
     # Imported after the flags are checked: jax takes seconds, a mistyped flag should not.
     from jaxserve.engine import AsyncEngine
-    from jaxserve.runtime.compile_cache import enable_compile_cache
     from jaxserve.server.console import StartupDisplay
     from jaxserve.server.http_app import HttpSettings
     from jaxserve.server.launcher import Launcher, ServerSettings
@@ -36,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
     )
     # jax reports every backend that is not there; what is used shows in the memory plan.
     logging.getLogger("jax").setLevel(logging.WARNING)
-    enable_compile_cache(config.compile_cache)
     display = StartupDisplay(plan_rows=lambda: engine.engine.runner.memory_plan.rows())
     engine: Any = AsyncEngine(config, progress=display.progress)
 

@@ -56,6 +56,7 @@ def smollm2():
         decode_buckets=(8,),
         prefill_buckets=(128,),
         table_width_buckets=(64,),
+        compile_cache="",
     )
 
 
