@@ -4,8 +4,8 @@ A bucket is (decode rows B, prefill tokens T, prefill rows R, table width W in p
 compiled for every bucket of a `BucketTable` before the first request; a plan takes the smallest
 bucket that holds it, and a plan that no bucket holds is an error, never a compile.
 
-* decode-only iterations choose among all decode sizes; iterations with prefill choose B from 0 and
-  the largest, so the number of programs stays small;
+* decode-only iterations choose among all decode sizes; iterations with prefill run beside the largest
+  one, or beside none where its padding would cost more than a quarter of their tokens: programs are few;
 * R follows from T: at most `max_prefill_seqs` prompts share a chunk;
 * W follows the longest live context of the iteration, not the longest possible one.
 """
@@ -87,16 +87,22 @@ class BucketTable:
         if prefill_tokens == 0:
             return Bucket(self._fit("decode_rows", self.decode, decode_rows), 0, 0, width)
         tokens = self._fit("prefill_tokens", self.prefill, prefill_tokens)
-        rows = self._fit("decode_rows", self.decode, decode_rows) if decode_rows else 0
-        return self._mixed(self.decode[-1] if rows else 0, tokens, width)
+        self._fit("decode_rows", self.decode, decode_rows)
+        beside = self._rows_beside(tokens)
+        return self._mixed(beside[-1] if decode_rows else beside[0], tokens, width)
 
     def all(self) -> list[Bucket]:
         """Every bucket, largest last: what warm-up compiles."""
         buckets = [Bucket(rows, 0, 0, width) for rows in self.decode for width in self.widths]
         for tokens in self.prefill:
-            for rows in (0, self.decode[-1]):
+            for rows in self._rows_beside(tokens):
                 buckets += [self._mixed(rows, tokens, width) for width in self.widths]
         return sorted(buckets, key=lambda b: (b.prefill_tokens, b.decode_rows, b.table_width))
+
+    def _rows_beside(self, tokens: int) -> tuple[int, ...]:
+        """Decode sizes compiled beside `tokens` of prefill, ascending."""
+        largest = self.decode[-1]
+        return (largest,) if 4 * largest <= tokens else (0, largest)
 
     def _mixed(self, rows: int, tokens: int, width: int) -> Bucket:
         return Bucket(rows, tokens, min(self._max_prefill_seqs, tokens), width)

@@ -25,10 +25,16 @@ def test_width_follows_the_longest_live_context():
     assert buckets.choose(decode_rows=3, prefill_tokens=0, pages=33) == Bucket(8, 0, 0, 128)
 
 
-def test_prefill_comes_with_no_decode_rows_or_all():
+def test_prefill_comes_with_no_decode_rows_or_all_of_them():
     buckets = table()
-    assert buckets.choose(decode_rows=0, prefill_tokens=33, pages=1) == Bucket(0, 128, 8, 32)
-    assert buckets.choose(decode_rows=1, prefill_tokens=33, pages=1) == Bucket(32, 128, 8, 32)
+    assert buckets.choose(decode_rows=0, prefill_tokens=32, pages=1) == Bucket(0, 32, 8, 32)
+    assert buckets.choose(decode_rows=1, prefill_tokens=32, pages=1) == Bucket(32, 32, 8, 32)
+
+
+def test_a_quarter_of_padding_is_cheaper_than_another_program():
+    buckets = table()
+    assert buckets.choose(decode_rows=0, prefill_tokens=33, pages=1) == Bucket(32, 128, 8, 32)
+    assert len(buckets.all()) == 3 * (2 + 2 + 1 + 1)
 
 
 def test_every_choice_is_among_the_compiled_ones():
