@@ -6,13 +6,14 @@ One frozen dataclass holds what the flags of `jaxserve.config.flags` set, so the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
 
 DTYPES = ("float32", "bfloat16")
 POLICIES = ("fcfs",)
 RESERVATIONS = ("guaranteed",)
 PREEMPTIONS = ("pause",)
+KV_CACHE_DTYPES = ("auto",)
+ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu")
 MAX_PAGE_SIZE = 256
 
 
@@ -86,10 +87,13 @@ class EngineConfig:
       tokenizer: directory or tokenizer.json when it is not beside the weights.
       skip_tokenizer_init: load no tokenizer; prompts must be token ids and texts stay empty.
       served_model_name: name on the API; the model's last path component when None.
+      seed: makes the seeds drawn for requests without one repeat from run to run; None: fresh ones.
       dtype: of weights, activations and KV pages.
       max_model_len: most tokens of a request; the model's own limit when None.
       memory_fraction: share of the device's free memory that weights, workspace and KV may use.
       num_pages: KV pages; sized from memory when None.
+      kv_cache_dtype: "auto" is `dtype`; there is no other yet.
+      enable_prefix_caching: must be False; there is no prefix cache yet.
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
       scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.
       compile_cache: folder of compiled programs; "" leaves jax's own setting; None: under the cache folder.
@@ -100,7 +104,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     served_model_name: str | None = None
     dtype: str = "bfloat16"
-    seed: int = 0
+    seed: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 512
@@ -109,6 +113,8 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     memory_fraction: float = 0.8
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = False
     tensor_parallel_size: int = 1
     max_queue_requests: int = 256
     max_queue_tokens: int = 1 << 20
@@ -132,6 +138,12 @@ class EngineConfig:
         _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.num_pages is not None:
             _at_least("num_pages", self.num_pages, 2)
+        if self.prefill_chunk is not None:
+            _at_least("prefill_chunk", self.prefill_chunk, 1)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.enable_prefix_caching:
+            raise ValueError("enable_prefix_caching is true; this version has no prefix cache, so it must be false")
+        _one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
         self.scheduler_config(max_model_len=self.max_model_len or 2, num_pages=self.num_pages or 2)
@@ -164,10 +176,6 @@ class EngineConfig:
             reservation=self.reservation,
             preemption=self.preemption,
         )
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with `changes`, checked anew."""
-        return replace(self, **changes)
 
 
 def check_page_size(page_size: int) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 
 from absl.flags import ArgumentParser, BooleanParser
 
-from jaxserve.config.engine_config import DTYPES, POLICIES, PREEMPTIONS, RESERVATIONS, EngineConfig
+from jaxserve.config.engine_config import (
+    ATTENTION_IMPLEMENTATIONS,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    POLICIES,
+    PREEMPTIONS,
+    RESERVATIONS,
+    EngineConfig,
+)
 from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, TextParser
 
 ENGINE_COMMANDS = frozenset({"server"})
@@ -62,9 +70,9 @@ FLAGS: tuple[Flag, ...] = (
         ("skip_tokenizer_init", _BOOL, "load no tokenizer: prompts must be token ids"),
         ("served_model_name", _TEXT, "name on the API; default: the model's last path component"),
         ("dtype", ChoiceParser(DTYPES), "of weights, activations and KV pages"),
-        ("seed", _INT, "base of the seeds drawn for requests that give none"),
+        ("seed", _INT, "makes seeds drawn for requests without one repeat from run to run; default: fresh ones"),
         ("tensor_parallel_size", _INT, "devices that share the model"),
-        ("attention_implementation", _TEXT, "of paged attention: auto, or a name"),
+        ("attention_implementation", ChoiceParser(ATTENTION_IMPLEMENTATIONS), "of paged attention"),
         ("scan_layers", _BOOL, "one compiled layer body for all layers; default: by device"),
     ),
     *_engine(
@@ -88,12 +96,9 @@ FLAGS: tuple[Flag, ...] = (
         "KV cache and memory",
         ("page_size", _INT, "tokens per KV page; a power of two up to 256"),
         ("num_pages", _INT, "KV pages, the null page included; default: as many as memory_fraction allows"),
+        ("kv_cache_dtype", ChoiceParser(KV_CACHE_DTYPES), "of KV pages; auto: the model's"),
+        ("enable_prefix_caching", _BOOL, "reuse pages of shared prompt beginnings; must be false"),
         ("memory_fraction", _FLOAT, "share of the free memory for weights, workspace and KV pages"),
-    ),
-    *_server(
-        "KV cache and memory",
-        ("kv_cache_dtype", ChoiceParser(("auto",)), "auto", "of KV pages; auto: the model's"),
-        ("enable_prefix_caching", _BOOL, False, "reuse pages of shared prompt beginnings; must be false"),
     ),
     *_engine(
         "Compiled shapes",

@@ -129,13 +129,6 @@ def _registry(command: str) -> absl_flags.FlagValues:
             absl_flags.DEFINE_boolean(flag.name, flag.default, flag.help, flag_values=values)
         else:
             absl_flags.DEFINE(flag.parser, flag.name, flag.default, flag.help, flag_values=values)
-    if "enable_prefix_caching" in values:
-        absl_flags.register_validator(  # type: ignore[no-untyped-call]
-            "enable_prefix_caching",
-            lambda value: not value,
-            message="must be false; this version has no prefix cache",
-            flag_values=values,
-        )
     return values
 
 

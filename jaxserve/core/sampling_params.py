@@ -31,10 +31,10 @@ class SamplingParams:
       temperature: 0..100; values under `GREEDY_TEMPERATURE` are greedy.
       top_k: keep the k likeliest tokens; 0 or -1: all; ties with the k-th are kept.
       top_p: keep the smallest set of likeliest tokens whose probability reaches p, in [0, 1];
-        0 keeps the likeliest only.
+        under 1e-6 it keeps the likeliest only.
       min_p: drop tokens under `min_p` times the likeliest one's probability, in [0, 1].
       presence_penalty, frequency_penalty: in [-2, 2], over output tokens only.
-      repetition_penalty: > 0, over prompt and output: positive logits divided, negative multiplied.
+      repetition_penalty: in [0.01, 100], over prompt and output: positive logits divided, negative multiplied.
       seed: -2**63 .. 2**63-1; None: the engine draws one.
       logit_bias: token id -> additive bias in [-100, 100], at most 1024 entries.
       stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
@@ -88,9 +88,7 @@ class SamplingParams:
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 1e6)
-        if self.repetition_penalty == 0.0:
-            raise ValueError("repetition_penalty is 0; it must be above 0")
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             _check_int("seed", self.seed, SEED_MIN, SEED_MAX)
         for name in ("logprobs", "prompt_logprobs"):
@@ -125,7 +123,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p < GREEDY_TOP_P
 
     @property
     def edits_logits(self) -> bool:
@@ -138,6 +136,9 @@ class SamplingParams:
             or self.min_tokens > 0
         )
 
+
+GREEDY_TOP_P = 1e-6
+"""A `top_p` under this is greedy: no vocabulary is so large that the likeliest token has less."""
 
 GREEDY_TEMPERATURE = 2e-3
 """Temperatures under this are greedy: dividing by them only overflows what argmax decides anyway."""

@@ -125,8 +125,8 @@ class AsyncEngine:
           deadline_s: seconds from now after which it expires.
 
         Raises:
-          ValueError: a setting does not fit the model, the prompt never fits, or the id is live.
-          RejectedError: the queue is full.
+          ValueError: a setting does not fit the model, or the prompt or the number of choices never fits.
+          RejectedError: the queue is full, or the id is live.
           NotReadyError: loading or draining.
           EngineDeadError: the engine's thread has died.
         """
@@ -137,32 +137,40 @@ class AsyncEngine:
                 raise ValueError("prompt is missing; give text or token ids")
             prompt_token_ids = engine.tokenizer.encode(prompt)
         request_id = request_id or f"req-{secrets.token_hex(8)}"
-        requests = make_requests(
-            prompt_token_ids,
-            params,
-            engine.limits,
-            request_id=request_id,
-            priority=priority,
-            deadline_at=None if deadline_s is None else time.monotonic() + deadline_s,
-        )
-        ids = [request.request_id for request in requests]
-        with self._streams_lock:
-            if request_id in self._streams:
-                raise ValueError(f"request_id {request_id!r} is live already; use another or wait for its end")
-            stream = RequestStream(
-                request_id, prompt, list(prompt_token_ids), params.n, partial(self._abort_all, request_id, ids)
+        try:
+            self._check_choices(params.n)
+            requests = make_requests(
+                prompt_token_ids,
+                params,
+                engine.limits,
+                request_id=request_id,
+                priority=priority,
+                deadline_at=None if deadline_s is None else time.monotonic() + deadline_s,
+                draw_seed=engine.draw_seed,
             )
-            self._streams[request_id] = stream
-        left = _Countdown(len(requests), partial(self._forget, request_id))
-        added: list[str] = []
+        except ValueError:
+            engine.metrics.rejected("invalid")
+            raise
+        live: dict[str, None] = {}  # ids of choices that have not ended
+        stream = RequestStream(request_id, prompt, list(prompt_token_ids), params.n, lambda: self._cancel(live))
+        with self._streams_lock:
+            taken = request_id in self._streams
+            if not taken:
+                self._streams[request_id] = stream
+        if taken:
+            engine.metrics.rejected("duplicate_id")
+            raise RejectedError(
+                Rejection("duplicate_id", f"request_id {request_id!r} is live; use another or wait for its end")
+            )
+        live.update(dict.fromkeys(request.request_id for request in requests))
         try:
             for index, request in enumerate(requests):
-                engine.add(request, index, partial(_push, stream, left))
-                added.append(request.request_id)
+                engine.add(request, index, partial(self._push, stream, live, request.request_id))
         except (ValueError, RejectedError):
-            self._forget(request_id)
-            for choice_id in added:
-                engine.abort(choice_id)
+            for later in requests[index:]:
+                del live[later.request_id]
+            stream.cancel()
+            self._forget(stream)
             raise
         if self.state == "dead":
             stream.fail(self._dead_error())
@@ -226,9 +234,7 @@ class AsyncEngine:
 
     def _wait(self, engine: Engine) -> None:
         with self._work:
-            # A live request that cannot run yet (its deadline may pass) is looked at again soon.
-            if not self._stopping:
-                self._work.wait_for(lambda: self._stopping or engine.has_work, timeout=0.05 if engine.has_work else 1.0)
+            self._work.wait_for(lambda: self._stopping or engine.has_work, timeout=1.0)
 
     def _die(self, error: BaseException) -> None:
         # A model or setting that does not fit is the operator's to mend: its message says how.
@@ -238,6 +244,8 @@ class AsyncEngine:
         self.state = "dead"
         for stream in self._live():
             stream.fail(self._dead_error())
+        if self._engine is not None:
+            self._engine.close()
 
     def _dead_error(self) -> EngineDeadError:
         return EngineDeadError(f"the engine died: {type(self.error).__name__}; the server must be restarted")
@@ -251,6 +259,7 @@ class AsyncEngine:
         if self.state == "dead":
             raise self._dead_error()
         if self.state in ("draining", "stopped"):
+            self.metrics.rejected("draining")
             raise RejectedError(Rejection("draining", "the server is shutting down", retry_after_s=5.0))
         if self.state != "ready":
             done, total, what = self.progress
@@ -260,34 +269,29 @@ class AsyncEngine:
         with self._streams_lock:
             return list(self._streams.values())
 
-    def _forget(self, request_id: str) -> None:
+    def _check_choices(self, n: int) -> None:
+        most = self.config.max_num_seqs + self.config.max_queue_requests
+        if n > most:
+            raise ValueError(
+                f"n is {n}; at most {most} choices can run and wait at once (max_num_seqs + max_queue_requests)"
+            )
+
+    def _push(self, stream: RequestStream, live: dict[str, None], choice_id: str, delta: OutputDelta) -> None:
+        # Forgotten first: a client that reads the end may reuse the id at once.
+        if delta.finish_reason is not None:
+            live.pop(choice_id, None)
+            if not live:
+                self._forget(stream)
+        if delta.finish_reason == FinishReason.ERROR:
+            stream.fail(RequestFailedError(f"request {stream.request_id} failed inside the server; others go on"))
+        stream.push(delta)
+
+    def _cancel(self, live: dict[str, None]) -> None:
+        """Aborts the choices that have not ended; never another request that has taken over an id."""
+        for choice_id in list(live):
+            self.engine.abort(choice_id)
+
+    def _forget(self, stream: RequestStream) -> None:
         with self._streams_lock:
-            self._streams.pop(request_id, None)
-
-    def _abort_all(self, request_id: str, choice_ids: list[str]) -> None:
-        if self._engine is not None:
-            for choice_id in choice_ids:
-                self._engine.abort(choice_id)
-        self._forget(request_id)
-
-
-class _Countdown:
-    """Calls `at_zero` when as many choices as there are have ended."""
-
-    def __init__(self, count: int, at_zero: Callable[[], None]) -> None:
-        self._count = count
-        self._at_zero = at_zero
-
-    def down(self) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self._at_zero()
-
-
-def _push(stream: RequestStream, left: _Countdown, delta: OutputDelta) -> None:
-    # Forgotten first: a client that reads the end may reuse the id at once.
-    if delta.finish_reason is not None:
-        left.down()
-    if delta.finish_reason == FinishReason.ERROR:
-        stream.fail(RequestFailedError(f"request {stream.request_id} failed inside the server; others go on"))
-    stream.push(delta)
+            if self._streams.get(stream.request_id) is stream:
+                del self._streams[stream.request_id]

@@ -13,10 +13,14 @@ the host state and is never held while the device works.
 
 from __future__ import annotations
 
+import contextlib
+import random
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from absl import logging
@@ -96,9 +100,7 @@ class Engine:
         self.limits = ModelLimits(
             vocab_size=loaded.config.vocab_size,
             max_model_len=self.max_model_len,
-            eos_token_ids=tuple(
-                sorted({*loaded.config.eos_token_ids, *(self._tokenizer.eos_ids if self._tokenizer else ())})
-            ),
+            eos_token_ids=self._eos_token_ids(),
         )
         self.runner = ModelRunner(
             loaded.config,
@@ -115,6 +117,9 @@ class Engine:
         self.scheduler = Scheduler(self.runner.scheduler_config, trace=self._trace)
         self.metrics = EngineMetrics(self.model_name)
         self.stats = EngineStats()
+        self.draw_seed: Callable[[], int] = partial(
+            (secrets.SystemRandom() if config.seed is None else random.Random(config.seed)).getrandbits, 64
+        )
         self._states: dict[str, RequestState] = {}
         self.ready = False
 
@@ -144,15 +149,15 @@ class Engine:
         """Queues a request; its deltas go to `sink`, on the stepping thread.
 
         Raises:
-          ValueError: it can never fit, or its id is live.
-          RejectedError: the queue is full.
+          ValueError: it can never fit.
+          RejectedError: the queue is full, its id is live, or its deadline has passed.
         """
         with self._lock:
             now = self._clock()
             rejection = self.scheduler.add(request, now)
             if rejection is not None:
                 self.metrics.rejected(rejection.reason)
-                if rejection.reason in ("never_fits", "duplicate_id"):
+                if rejection.reason == "never_fits":
                     raise ValueError(rejection.message)
                 raise RejectedError(rejection)
             self._states[request.request_id] = RequestState(request, index, self._tokenizer, sink, now)
@@ -210,8 +215,9 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Closes the trace file."""
+        """Writes what is left of the trace and closes it."""
         if self._trace:
+            self.scheduler.flush_trace()
             self._trace.close()
 
     def _request_of(self, request_id: str) -> Request:
@@ -247,7 +253,8 @@ class Engine:
             except Exception:
                 # A fault in one request's text handling ends that request; its neighbours go on.
                 logging.exception("request %s failed", event.request_id)
-                state.fail(now)
+                with contextlib.suppress(Exception):  # the sink itself may be what failed
+                    state.fail(now)
                 self._end(state, event, FinishReason.ERROR, now)
                 continue
             if stopped is not None:
@@ -280,6 +287,14 @@ class Engine:
             kv_usage=scheduler.pages_owned / usable,
         )
         self.metrics.set_compiles(COMPILES.count)
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """Of the model's configuration and the tokenizer; a tokenizer may know ids that the model lacks."""
+        ids = {*self.model_config.eos_token_ids, *(self._tokenizer.eos_ids if self._tokenizer else ())}
+        unknown = sorted(i for i in ids if not 0 <= i < self.model_config.vocab_size)
+        if unknown:
+            logging.warning("EOS ids %s are outside the model's vocabulary and never end an output", unknown)
+        return tuple(sorted(ids.difference(unknown)))
 
     def _context_length(self, asked: int | None) -> int:
         limit = self.model_config.max_position_embeddings

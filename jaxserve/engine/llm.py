@@ -66,7 +66,13 @@ class LLM:
         each = _params_for(listed, params)
         outputs = [self._output(str(i), p, s) for i, (p, s) in enumerate(zip(listed, each, strict=True))]
         requests = [
-            make_requests(output.prompt_token_ids, s, self.engine.limits, request_id=output.request_id)
+            make_requests(
+                output.prompt_token_ids,
+                s,
+                self.engine.limits,
+                request_id=output.request_id,
+                draw_seed=self.engine.draw_seed,
+            )
             for output, s in zip(outputs, each, strict=True)
         ]
         with _bar(use_tqdm) as bar:

@@ -14,7 +14,15 @@ from jaxserve.engine.output_processor import RequestState
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-REJECT_REASONS = ("queue_full_requests", "queue_full_tokens", "never_fits", "duplicate_id", "draining", "deadline")
+REJECT_REASONS = (
+    "queue_full_requests",
+    "queue_full_tokens",
+    "never_fits",
+    "duplicate_id",
+    "draining",
+    "deadline",
+    "invalid",
+)
 
 
 class EngineMetrics:

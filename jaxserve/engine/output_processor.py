@@ -23,6 +23,7 @@ class OutputDelta:
       finish_reason: set on the last delta.
       stop_reason: the stop string or stop id that ended it; None for EOS.
       prompt_logprobs: on choice 0's first delta, when asked; entry 0 is None.
+      metrics: instants of the request, on the last delta.
     """
 
     index: int
@@ -32,6 +33,7 @@ class OutputDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None
 
     def merge(self, later: OutputDelta) -> None:
         """Appends `later`, which follows this one."""
@@ -41,6 +43,7 @@ class OutputDelta:
             self.logprobs = (self.logprobs or []) + later.logprobs
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
+        self.metrics = later.metrics
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
 
@@ -116,13 +119,14 @@ class RequestState:
             if stopped is None:
                 delta.text += self._rest(delta)
             self.metrics.finished_at = now
+            delta.metrics = self.metrics
         self._sink(delta)
         return stopped
 
     def fail(self, now: float) -> None:
         """Delivers an end by error."""
         self.metrics.finished_at = now
-        self._sink(OutputDelta(self.index, finish_reason=FinishReason.ERROR.value))
+        self._sink(OutputDelta(self.index, finish_reason=FinishReason.ERROR.value, metrics=self.metrics))
 
     def _take_token(
         self, event: TokenEvent, token_id: int, output: StepOutput | None, delta: OutputDelta, now: float

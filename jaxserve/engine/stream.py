@@ -116,3 +116,4 @@ def append_delta(output: CompletionOutput, delta: OutputDelta) -> None:
         output.logprobs = (output.logprobs or []) + delta.logprobs
     output.finish_reason = delta.finish_reason
     output.stop_reason = delta.stop_reason
+    output.metrics = delta.metrics

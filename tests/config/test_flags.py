@@ -78,7 +78,7 @@ def test_flags_come_from_a_file_too(tmp_path):
         (("--dtype=int8",), "flag --dtype=int8: must be one of float32, bfloat16"),
         (("--decode_buckets=1,0",), "each of which must be at least 1"),
         (("--http_port=65536",), "flag --http_port=65536: must be at most 65535"),
-        (("--enable_prefix_caching",), "--enable_prefix_caching=True: must be false"),
+        (("--enable_prefix_caching",), "--enable_prefix_caching is true; this version has no prefix cache"),
         (("--api_key=",), "--api_key is empty"),
         (("--pagesize=4",), "Did you mean: page_size"),
         (("serve",), "unexpected argument 'serve'"),

@@ -99,12 +99,42 @@ def test_a_live_id_is_refused_and_free_again_at_the_end(engine):
 
     async def main():
         first = engine.submit(prompt_token_ids=[1, 2, 3], params=greedy(40), request_id="same")
-        with pytest.raises(ValueError, match="'same' is live"):
+        with pytest.raises(RejectedError, match="'same' is live") as refused:
             engine.submit(prompt_token_ids=[4], params=greedy(4), request_id="same")
+        assert refused.value.rejection.reason == "duplicate_id"
         whole = await first.collect()
         assert len(whole.outputs[0].token_ids) == 40
         again = await engine.submit(prompt_token_ids=[1, 2, 3], params=greedy(40), request_id="same").collect()
         assert again.outputs[0].token_ids == whole.outputs[0].token_ids
+
+    asyncio.run(main())
+
+
+def test_cancelling_an_ended_request_spares_the_one_that_reuses_its_id(engine):
+    async def main():
+        first = engine.submit(prompt_token_ids=[1], params=greedy(3), request_id="again")
+        await wait_for(lambda: idle(engine))
+        second = engine.submit(prompt_token_ids=[1], params=greedy(30), request_id="again")
+        first.cancel()
+        assert len((await second.collect()).outputs[0].token_ids) == 30
+        assert len((await first.collect()).outputs[0].token_ids) == 3
+
+    asyncio.run(main())
+
+
+def test_more_choices_than_can_ever_wait_are_refused_for_good(engine):
+    async def main():
+        with pytest.raises(ValueError, match="n is 9; at most 8 choices"):
+            engine.submit(prompt_token_ids=[1], params=SamplingParams(n=9))
+
+    asyncio.run(main())
+
+
+def test_the_last_delta_tells_the_times(engine):
+    async def main():
+        output = (await engine.submit(prompt_token_ids=[1], params=greedy(5)).collect()).outputs[0]
+        times = output.metrics
+        assert times.arrived_at <= times.first_scheduled_at < times.first_token_at < times.finished_at
 
     asyncio.run(main())
 

@@ -275,6 +275,13 @@ def test_the_same_seedless_request_twice_draws_anew(llm):
     assert one(llm, prompt, params).outputs[0].token_ids != one(llm, prompt, params).outputs[0].token_ids
 
 
+def test_an_engine_seed_repeats_what_is_drawn(make_llm):
+    params = SamplingParams(temperature=2.0, max_tokens=16, ignore_eos=True)
+    first, second = (make_llm(seed=5, max_queue_requests=limit) for limit in (100, 101))
+    drawn = [[one(llm, [1], params).outputs[0].token_ids for _ in range(2)] for llm in (first, second)]
+    assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]
+
+
 def test_an_unknown_setting_is_refused_by_name():
     from jaxserve import LLM
 

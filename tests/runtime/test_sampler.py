@@ -192,3 +192,16 @@ def test_scores_are_the_raw_distribution():
 def test_nobody_asking_for_scores_gives_zeros():
     scores = jax.jit(sampler.score)(logits(2), jnp.array([1, 2]), jnp.array([False, False]))
     assert not np.any(scores.logprob) and not np.any(scores.top_ids)
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 1e-7, 1e-40, 0.0])
+def test_a_vanishing_top_p_keeps_the_likeliest(sample, top_p):
+    x = logits(8)
+    np.testing.assert_array_equal(sample(x, make_state(), columns(8, top_p=top_p)), np.argmax(x, -1))
+
+
+def test_whatever_the_logits_an_id_of_the_vocabulary_comes_back(sample):
+    for value in (np.nan, np.inf, -np.inf, 3e38):
+        x = jnp.full((4, VOCAB), value, jnp.float32)
+        tokens = np.asarray(sample(x, make_state(), columns(4, temperature=[0, 1, 1, 1], top_p=[1, 1, 0.5, 1])))
+        assert ((tokens >= 0) & (tokens < VOCAB)).all()
