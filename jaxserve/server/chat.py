@@ -27,9 +27,8 @@ async def create_chat_completion(service: GenerationService, request: Request, b
     spec = ChatRequest.parse(body)
     service.check_ready(spec.model)
     messages = normalize_messages(spec.messages)
-    service.check_fits(sum(len(message["content"]) for message in messages), "messages")
     add_prompt = spec.add_generation_prompt is not False
-    prompt = await service.encode_chat(messages, add_prompt, **(spec.chat_template_kwargs or {}))
+    prompt = await service.encode_chat(messages, add_prompt, spec.chat_template_kwargs, param="messages")
     logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
     params = spec.sampling_params(max_tokens=spec.max_tokens, logprobs=logprobs)
     request_id = spec.request_id or new_request_id("chatcmpl")

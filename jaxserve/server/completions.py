@@ -25,18 +25,18 @@ async def create_completion(service: GenerationService, request: Request, body: 
     """Answers one request; raises what `to_api_error` maps."""
     spec = CompletionRequest.parse(body)
     service.check_ready(spec.model)
-    given = spec.prompts()
-    prompts: list[list[int]] = []
-    for prompt in given:
-        if isinstance(prompt, list):
-            prompts.append(prompt)
-        else:
-            service.check_fits(len(prompt), "prompt")
-            prompts.append(await service.encode(prompt, spec.add_special_tokens is not False))
     max_model_len = service.engine.max_model_len
+    given = spec.prompts(max_model_len)
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    prompts = [prompt for prompt in given if isinstance(prompt, list)]
+    if texts:  # prompts are all texts or all ids
+        prompts = await service.encode(texts, spec.add_special_tokens is not False, param="prompt")
     if spec.logprobs is not None:
         service.check_tokenizer()
-    echoes = [_echo_text(service, prompt) if spec.echo else "" for prompt in given]
+    echoes: list[str | None] = [None] * len(given)
+    if spec.echo:
+        size = 4 * sum(map(len, given))
+        echoes = await service.run(size, lambda: [_echo_text(service, prompt) for prompt in given])
 
     def params_of(num_prompt_tokens: int) -> SamplingParams:
         overrides: dict[str, Any] = {"logprobs": spec.logprobs}
@@ -57,12 +57,10 @@ async def create_completion(service: GenerationService, request: Request, body: 
     return JsonResponse(answer.whole(await collect_all(request, streams)), headers=headers)
 
 
-def _echo_text(service: GenerationService, prompt: str | list[int]) -> str:
+def _echo_text(service: GenerationService, prompt: str | list[int]) -> str | None:
     """What `echo` shows of a prompt; ids that the engine is going to refuse are skipped."""
     if isinstance(prompt, str):
         return prompt
-    if len(prompt) > service.engine.max_model_len:
-        return ""
     return service.engine.tokenizer.decode([token_id for token_id in prompt if token_id >= 0], False)
 
 
@@ -74,7 +72,7 @@ class _Answer:
         service: GenerationService,
         spec: CompletionRequest,
         request_id: str,
-        echoes: Sequence[str],
+        echoes: Sequence[str | None],
         streams: Sequence[StreamApi],
     ) -> None:
         self._engine = service.engine
@@ -99,8 +97,8 @@ class _Answer:
                     raise error
                 entry: dict[str, Any] = {
                     "index": number * self._spec.num_choices + choice.index,
-                    "text": self._echoes[number] + choice.text,
-                    "logprobs": self._logprobs(output, choice.token_ids, choice.logprobs),
+                    "text": (self._echoes[number] or "") + choice.text,
+                    "logprobs": self._logprobs(number, output, choice.token_ids, choice.logprobs),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                 }
@@ -115,15 +113,21 @@ class _Answer:
         return self._head | {"choices": choices, "usage": usage(self._num_prompt_tokens, completion_tokens, cached)}
 
     def _logprobs(
-        self, output: RequestOutput, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+        self, number: int, output: RequestOutput, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> dict[str, Any] | None:
         if self._spec.logprobs is None:
             return None
-        builder = CompletionLogprobs(self._engine.tokenizer)
+        builder = self._builder(number)
         if not self._spec.echo:
             return builder.add(token_ids, logprobs or [])
         positions = [*(output.prompt_logprobs or []), *(logprobs or [])]
         return builder.add([*output.prompt_token_ids, *token_ids], positions)
+
+    def _builder(self, number: int) -> CompletionLogprobs:
+        """For a choice of prompt `number`."""
+        prompt = self._streams[number].prompt_token_ids
+        skip = self._spec.skip_special_tokens is not False
+        return CompletionLogprobs(self._engine.tokenizer, prompt, skip, self._echoes[number])
 
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events of a request with `stream`."""
@@ -145,7 +149,7 @@ class _Answer:
                 more = b""
                 if index not in begun:
                     begun.add(index)
-                    text = self._echoes[number] + text
+                    text = (self._echoes[number] or "") + text
                     if spec.return_token_ids:
                         more += member("prompt_token_ids", self._streams[number].prompt_token_ids)
                     if spec.echo and spec.logprobs is not None:
@@ -157,8 +161,9 @@ class _Answer:
                 if spec.logprobs is None:
                     more = b',"logprobs":null' + more
                 else:
-                    builder = builders.setdefault(index, CompletionLogprobs(self._engine.tokenizer))
-                    more = member("logprobs", builder.add(token_ids, positions)) + more
+                    if index not in builders:
+                        builders[index] = self._builder(number)
+                    more = member("logprobs", builders[index].add(token_ids, positions)) + more
                 if spec.return_token_ids:
                     more += member("token_ids", delta.token_ids)
                 payload = b'"text":' + orjson.dumps(text)

@@ -134,7 +134,8 @@ def to_api_error(exc: BaseException) -> ApiError:
             retry_after_s = rejection.retry_after_s
             if retry_after_s is None and kind in ("overloaded", "unavailable"):
                 retry_after_s = 1.0
-            return ApiError(kind, rejection.message, code=rejection.reason, retry_after_s=retry_after_s)
+            param = "request_id" if rejection.reason == "duplicate_id" else None
+            return ApiError(kind, rejection.message, param=param, code=rejection.reason, retry_after_s=retry_after_s)
         case NotReadyError():
             return ApiError("unavailable", str(exc), code="not_ready", retry_after_s=exc.retry_after_s)
         case EngineDeadError():

@@ -22,7 +22,7 @@ from jaxserve.server.grpc_convert import chat_messages, delta_response, error_me
 from jaxserve.server.http_app import package_version
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
-from jaxserve.server.schema import check_request_id
+from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, check_request_id
 from jaxserve.server.service import GenerationService, new_request_id
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -51,7 +51,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             params = sampling_params(request.sampling)
             request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
             check_request_id(request_id)
-            self._service.check_fits(_num_chars(request), "input")
             prompt = await self._prompt(request)
             responses = self._stream(request_id, prompt, params, request.priority, context)
             async with contextlib.aclosing(responses):
@@ -95,7 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Token ids of a text or a chat."""
         async with self._errors_to_status(context):
             self._service.check_ready()
-            ids = await self._prompt(request)
+            ids = await self._prompt(request, converts=True)
             return pb.TokenizeResponse(token_ids=ids, max_model_len=self._engine.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
@@ -130,15 +129,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     info.bos_token_id = tokenizer.bos_id
             return info
 
-    async def _prompt(self, request: pb.GenerateRequest | pb.TokenizeRequest) -> list[int]:
+    async def _prompt(self, request: pb.GenerateRequest | pb.TokenizeRequest, converts: bool = False) -> list[int]:
         kind = request.WhichOneof("input")
         if kind == "text":
             add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            return await self._service.encode(request.text, add_special)
+            (ids,) = await self._service.encode([request.text], add_special, param="input", converts=converts)
+            return ids
         if kind == "chat":
             chat = request.chat
+            if request.HasField("add_special_tokens"):
+                raise ApiError("invalid", NO_SPECIAL_TOKENS_IN_CHAT, param="add_special_tokens")
             add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-            return await self._service.encode_chat(chat_messages(chat), add_prompt)
+            messages = chat_messages(chat)
+            return await self._service.encode_chat(messages, add_prompt, param="input", converts=converts)
         if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
             return list(request.token_ids.ids)
         raise ApiError("invalid", "input is missing; set text, token_ids or chat", param="input")
@@ -154,10 +157,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             yield
         except Exception as exc:
             await _abort(context, stream_error(exc, self._engine.state))
-
-
-def _num_chars(request: pb.GenerateRequest) -> int:
-    return len(request.text) + sum(len(message.content) for message in request.chat.messages)
 
 
 async def _abort(context: Context, error: ApiError) -> NoReturn:

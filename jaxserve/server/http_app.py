@@ -34,7 +34,14 @@ from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import JsonResponse, error_response, read_json
 from jaxserve.server.messages import normalize_messages
 from jaxserve.server.metrics_export import render_metrics
-from jaxserve.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, parse_model
+from jaxserve.server.schema import (
+    NO_SPECIAL_TOKENS_IN_CHAT,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_model,
+)
 from jaxserve.server.service import GenerationService
 from jaxserve.server.streaming import ClientGoneError
 
@@ -129,14 +136,18 @@ def _add_tokens(app: FastAPI, service: GenerationService, settings: HttpSettings
         if (spec.prompt is None) == (spec.messages is None):
             raise ApiError("invalid", "give either prompt or messages", param="prompt")
         if spec.prompt is not None:
-            ids = await service.encode(spec.prompt, spec.add_special_tokens is not False)
+            add_special = spec.add_special_tokens is not False
+            (ids,) = await service.encode([spec.prompt], add_special, param="prompt", converts=True)
         else:
+            if spec.add_special_tokens is not None:
+                raise ApiError("invalid", NO_SPECIAL_TOKENS_IN_CHAT, param="add_special_tokens")
             messages = normalize_messages(spec.messages)
-            kwargs = spec.chat_template_kwargs or {}
-            ids = await service.encode_chat(messages, spec.add_generation_prompt is not False, **kwargs)
-        engine = service.engine
-        strings = [engine.tokenizer.token_text(token_id) for token_id in ids] if spec.return_token_strs else None
-        content = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": strings}
+            add_prompt = spec.add_generation_prompt is not False
+            variables = spec.chat_template_kwargs
+            ids = await service.encode_chat(messages, add_prompt, variables, param="messages", converts=True)
+        strings = await service.token_texts(ids) if spec.return_token_strs else None
+        max_model_len = service.engine.max_model_len
+        content = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}
         return JsonResponse(content)
 
     async def detokenize_body(service: GenerationService, _: Request, body: dict[str, Any]) -> Response:

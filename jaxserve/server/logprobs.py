@@ -6,11 +6,13 @@ shapes list alternatives likeliest first. JSON has no minus infinity: it becomes
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.core import Logprob
 from jaxserve.server.engine_api import TokenizerApi, TokenLogprobs
+from jaxserve.text.detokenizer import IncrementalDetokenizer
 
 LOWEST = -9999.0
 
@@ -28,12 +30,26 @@ def token_string(tokenizer: TokenizerApi, token_id: int) -> str:
 class CompletionLogprobs:
     """Builds the `logprobs` objects of one completions choice, delta by delta.
 
-    `text_offset` is each token's start in the choice's text, so it runs on over deltas.
+    `text_offset` is how much of the choice's text was delivered before each token, so it runs on over deltas;
+    the tokens of one character share its start.
+
+    Args:
+      prompt_token_ids: what the choice continues.
+      skip_special_tokens: as in the request.
+      echo: the prompt's text when it is part of the choice's; its tokens then come first.
     """
 
-    def __init__(self, tokenizer: TokenizerApi) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenizerApi,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        echo: str | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._offset = 0
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._echo_offsets = deque(() if echo is None else _echo_offsets(tokenizer, prompt_token_ids, echo))
+        self._offset = len(echo or "")
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """The object of these tokens; a None (a prompt's first token) gives nulls."""
@@ -44,8 +60,11 @@ class CompletionLogprobs:
         for token_id, position in zip(token_ids, logprobs, strict=True):
             text = token_string(self._tokenizer, token_id)
             tokens.append(text)
-            offsets.append(self._offset)
-            self._offset += len(text)
+            if self._echo_offsets:
+                offsets.append(self._echo_offsets.popleft())
+            else:
+                offsets.append(self._offset)
+                self._offset += len(self._detokenizer.add(token_id))
             if position is None:
                 chosen.append(None)
                 top.append(None)
@@ -57,6 +76,18 @@ class CompletionLogprobs:
                 alternatives.setdefault(token_string(self._tokenizer, other), _finite(logprob.logprob))
             top.append(alternatives)
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+
+
+def _echo_offsets(tokenizer: TokenizerApi, token_ids: Sequence[int], text: str) -> list[int]:
+    """Where each token of an echoed prompt starts in its text."""
+    detokenizer = IncrementalDetokenizer(tokenizer, (), skip_special_tokens=False)
+    offsets, offset = [], 0
+    for token_id in token_ids:
+        offsets.append(offset)
+        offset += len(detokenizer.add(token_id))
+    # A BOS that the tokenizer put in front of a text is no part of it.
+    surplus = offset + len(detokenizer.flush()) - len(text)
+    return [min(max(start - surplus, 0), len(text)) for start in offsets]
 
 
 def chat_logprobs(

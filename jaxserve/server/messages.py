@@ -31,7 +31,8 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         raise _error(f"{where} must be an object with role and content; got {type(message).__name__}")
     role = message.get("role")
     if role not in ROLES:
-        raise _error(f"{where}.role is {str(role)[:50]!r}; it must be one of {', '.join(ROLES)}")
+        got = repr(role[:50]) if isinstance(role, str) else type(role).__name__
+        raise _error(f"{where}.role is {got}; it must be one of {', '.join(ROLES)}")
     for field in ("tool_calls", "function_call", "tool_call_id", "audio"):
         if message.get(field):
             raise _error(f"{where}.{field} is not supported; leave it out")
@@ -52,10 +53,9 @@ def _text(where: str, content: Any) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        kind = kind[:50] if isinstance(kind, str) else type(kind).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            message = (
-                f"{where}.content[{index}] has type {str(kind)[:50]!r}; only text parts with a string are supported"
-            )
+            message = f"{where}.content[{index}] has type {kind!r}; only text parts with a string are supported"
             raise _error(message)
         texts.append(part["text"])
     return "\n".join(texts)

@@ -14,17 +14,30 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
 from jaxserve.core import SamplingParams
 from jaxserve.core.request import Priority
+from jaxserve.core.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from jaxserve.server.errors import ApiError
+from jaxserve.server.service import MAX_DETOKENIZE_IDS
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of /v1/completions, clipped to the context; a chat's is the context's end."""
 MAX_PROMPTS = 1024
+MAX_ITEMS = {
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "logit_bias": (1024, "entries"),
+    "tokens": (MAX_DETOKENIZE_IDS, "ids"),
+}
+"""Most items of a field. Checked before pydantic sees it, which collects an error for every item."""
+NO_SPECIAL_TOKENS_IN_CHAT = (
+    "add_special_tokens is not supported for chat, whose template writes the special tokens; leave it out"
+)
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -73,7 +86,10 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """Fields that completions and chat share."""
+    """Fields that completions and chat share.
+
+    `priority` is checked always, and takes effect only where the engine runs with `--priority_preemption`.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -115,10 +131,7 @@ class GenerationRequest(BaseModel):
             value = body.get(name)
             if value is not None and not any(type(value) is type(h) and value == h for h in harmless):
                 raise _field_error(name, f"{name} is not supported; leave it out")
-        try:
-            request = cls.model_validate(body)
-        except ValidationError as exc:
-            raise _validation_error(exc) from None
+        request = parse_model(cls, body)
         if request.stream_options is not None and not request.stream:
             raise _field_error("stream_options", "stream_options needs stream to be true; leave it out")
         if request.stream and request.prompt_logprobs is not None:
@@ -196,11 +209,14 @@ class CompletionRequest(GenerationRequest):
             body = body | {"best_of": None}
         return super().parse(body)
 
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self, max_model_len: int) -> list[str] | list[list[int]]:
         """The prompts as texts or as token ids (their range is the engine's to check).
 
+        Args:
+          max_model_len: most token ids of a prompt.
+
         Raises:
-          ApiError: 400; nothing there, or neither form.
+          ApiError: 400; nothing there, neither form, or too many.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -213,9 +229,9 @@ class CompletionRequest(GenerationRequest):
                 raise _field_error("prompt", f"prompt has {len(prompt)} prompts; the limit is {MAX_PROMPTS}")
             for index, ids in enumerate(prompt):
                 if isinstance(ids, list):
-                    _check_ids(f"prompt[{index}]", ids)
+                    _check_ids(f"prompt[{index}]", ids, max_model_len)
             return prompt
-        _check_ids("prompt", prompt)
+        _check_ids("prompt", prompt, max_model_len)
         return [prompt]
 
 
@@ -235,6 +251,8 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise _field_error("top_logprobs", "top_logprobs needs logprobs to be true")
+        if self.add_special_tokens is not None:
+            raise _field_error("add_special_tokens", NO_SPECIAL_TOKENS_IN_CHAT)
         if self.echo:
             raise _field_error("echo", "echo is not supported for chat; leave it out")
         if self.max_completion_tokens is not None:
@@ -261,11 +279,15 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]
 
 
 def parse_model[T: BaseModel](cls: type[T], body: dict[str, Any]) -> T:
     """A pydantic model from a parsed body; ApiError 400 naming the field."""
+    for name, (limit, what) in MAX_ITEMS.items():
+        value = body.get(name)
+        if name in cls.model_fields and isinstance(value, list | dict) and len(value) > limit:
+            raise _field_error(name, f"{name} has {len(value)} {what}; the limit is {limit}")
     try:
         return cls.model_validate(body)
     except ValidationError as exc:
@@ -291,10 +313,13 @@ def parse_priority(value: int | str | None) -> int:
     return value
 
 
-def _check_ids(name: str, ids: list[Any]) -> None:
-    for token_id in ids:
-        if type(token_id) is not int:
-            raise _field_error("prompt", f"{name} must hold integer token ids; got {_short(token_id)}")
+def _check_ids(name: str, ids: Sequence[Any], limit: int) -> None:
+    if len(ids) > limit:
+        message = f"{name} has {len(ids)} tokens; the limit is {limit} (max_model_len), output included"
+        raise ApiError("invalid", message, param="prompt", code="context_length_exceeded")
+    if set(map(type, ids)) - {int}:
+        other = next(token_id for token_id in ids if type(token_id) is not int)
+        raise _field_error("prompt", f"{name} must hold integer token ids; got {_short(other)}")
 
 
 def _bias_token_id(key: str) -> int:
@@ -311,7 +336,7 @@ def _validation_error(exc: ValidationError) -> ApiError:
     """The first fault, in our form; pydantic's own text has links and internals."""
     first = exc.errors(include_url=False, include_context=False)[0]
     # Of a union, pydantic names the member that it tried: no part of the path a client wrote.
-    path = [str(part) for part in first["loc"] if part not in ("str", "int", "list[str]")]
+    path = [str(part)[:60] for part in first["loc"] if part not in ("str", "int", "list[str]")]
     name = ".".join(path) or "request"
     if first["type"] == "missing":
         return _field_error(name, f"{name} is required")
@@ -320,5 +345,10 @@ def _validation_error(exc: ValidationError) -> ApiError:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    """A value for a message; cut before it is written out, as it may be the whole body."""
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)}"
+    text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxserve.core import SamplingParams
-from jaxserve.server.engine_api import EngineApi, StreamApi
+from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 
-INLINE_CHARS = 2000
-"""Texts up to this long are tokenised on the event loop (tens of microseconds); longer ones in a thread."""
+INLINE_CHARS = 1000
+"""Work on so many characters in all is done on the event loop (about half a millisecond); more in a thread."""
+CALL_CHARS = 50
+"""What a text costs besides its characters, in characters."""
+MAX_DETOKENIZE_IDS = 1 << 20
+RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt")
+"""Template variables that have their own place in a request."""
 
 
 class GenerationService:
@@ -26,11 +31,14 @@ class GenerationService:
     def __init__(self, engine: EngineApi) -> None:
         self.engine = engine
         self._longest_token = 0
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompts")
+        # Apart, so that calls that only convert never keep a prompt waiting.
+        self._convert_threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     def close(self) -> None:
         """Ends the worker threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._convert_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def check_ready(self, model: str | None = None) -> None:
         """Raises ApiError 503 unless the engine takes requests, 404 when `model` is another model."""
@@ -52,51 +60,96 @@ class GenerationService:
         """Raises ValueError when the engine has no tokenizer; for what cannot be answered without one."""
         _ = self.engine.tokenizer
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        return await self._run(len(text), lambda: self.engine.tokenizer.encode(text, add_special_tokens))
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str, converts: bool = False
+    ) -> list[list[int]]:
+        """Token ids of each text.
 
-    def check_fits(self, num_chars: int, param: str) -> None:
-        """Refuses a text that the context cannot hold whatever its tokens, before seconds go into finding them.
+        Args:
+          param: the request field to name in an error.
+          converts: nothing is generated from them; see `decode`.
 
         Raises:
-          ApiError: 400.
+          ApiError: 400; one cannot fit the context.
         """
-        if num_chars <= INLINE_CHARS:
+        for text in texts:
+            await self._check_fits(len(text), param)
+        tokenizer = self.engine.tokenizer
+        size = sum(map(len, texts)) + CALL_CHARS * (len(texts) - 1)
+        return await self.run(size, lambda: [tokenizer.encode(text, add_special_tokens) for text in texts], converts)
+
+    async def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        param: str,
+        converts: bool = False,
+    ) -> list[int]:
+        """Token ids of messages rendered by the model's chat template.
+
+        Args:
+          variables: more of the template's variables (`chat_template_kwargs`).
+          param, converts: see `encode`.
+
+        Raises:
+          ApiError: 400; they cannot fit the context, or a variable's name is taken.
+          ValueError: the template refused them (its message is quoted) or there is no template.
+        """
+        variables = variables or {}
+        for name in RESERVED_TEMPLATE_NAMES:
+            if name in variables:
+                message = f"chat_template_kwargs has {name!r}, which is a field of the request; set it there"
+                raise ApiError("invalid", message, param="chat_template_kwargs")
+        texts = sum(len(message["content"]) + len(message.get("name", "")) for message in messages)
+        await self._check_fits(texts, param)
+        given = _num_chars(variables)
+        await self._check_fits(given, "chat_template_kwargs")
+        tokenizer = self.engine.tokenizer
+        size = texts + given + CALL_CHARS * len(messages)
+        return await self.run(
+            size, lambda: tokenizer.encode_chat(messages, add_generation_prompt, **variables), converts
+        )
+
+    async def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        """Text of token ids, found in the threads that prompts do not wait for.
+
+        Raises:
+          ApiError: 400; too many ids, or one outside the vocabulary.
+        """
+        if len(ids) > MAX_DETOKENIZE_IDS:
+            raise ApiError("invalid", f"tokens has {len(ids)} ids; the limit is {MAX_DETOKENIZE_IDS}", param="tokens")
+        tokenizer = self.engine.tokenizer
+        vocab_size = tokenizer.vocab_size
+
+        def work() -> str:
+            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+                outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+                raise ApiError("invalid", f"token id {outside} is outside [0, {vocab_size})", param="tokens")
+            return tokenizer.decode(ids, skip_special_tokens)
+
+        return await self.run(4 * len(ids), work, True)
+
+    async def token_texts(self, ids: list[int]) -> list[str]:
+        """Each token's own text."""
+        token_text = self.engine.tokenizer.token_text
+        return await self.run(4 * len(ids), lambda: [token_text(token_id) for token_id in ids], True)
+
+    async def _check_fits(self, num_chars: int, param: str) -> None:
+        """Refuses a text that the context cannot hold whatever its tokens, before seconds go into finding them."""
+        limit = self.engine.max_model_len
+        if num_chars <= max(limit, INLINE_CHARS):
             return
-        tokenizer, limit = self.engine.tokenizer, self.engine.max_model_len
         if not self._longest_token:
-            self._longest_token = max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
+            tokenizer = self.engine.tokenizer
+            self._longest_token = await self.run(tokenizer.vocab_size, lambda: _longest_token(tokenizer))
         if num_chars > limit * self._longest_token:
             message = (
                 f"{param} has {num_chars} characters; the limit is {limit} tokens (max_model_len),"
                 f" each of at most {self._longest_token} bytes"
             )
             raise ApiError("invalid", message, param=param, code="context_length_exceeded")
-
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
-    ) -> list[int]:
-        """Token ids of messages rendered by the model's chat template.
-
-        Raises:
-          ValueError: the template refused them (its message is quoted) or there is no template.
-        """
-        size = sum(len(message["content"]) for message in messages) + 50 * len(messages)
-        tokenizer = self.engine.tokenizer
-        return await self._run(size, lambda: tokenizer.encode_chat(messages, add_generation_prompt, **kwargs))
-
-    async def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Text of token ids.
-
-        Raises:
-          ApiError: 400, an id outside the vocabulary.
-        """
-        vocab_size = self.engine.tokenizer.vocab_size
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise ApiError("invalid", f"token id {token_id} is outside [0, {vocab_size})", param="tokens")
-        return await self._run(4 * len(ids), lambda: self.engine.tokenizer.decode(ids, skip_special_tokens))
 
     def submit(
         self,
@@ -132,10 +185,37 @@ class GenerationService:
             raise
         return streams
 
-    async def _run[T](self, size: int, work: Callable[[], T]) -> T:
+    async def run[T](self, size: int, work: Callable[[], T], converts: bool = False) -> T:
+        """The result of `work`, done in a thread unless it is small.
+
+        Args:
+          size: about how many characters it goes over.
+          converts: see `encode`.
+        """
         if size <= INLINE_CHARS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        threads = self._convert_threads if converts else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def _longest_token(tokenizer: TokenizerApi) -> int:
+    return max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
+
+
+def _num_chars(value: Any) -> int:
+    """About how much text a JSON value is."""
+    size, left = 0, [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, list):
+            left += item
+        elif isinstance(item, dict):
+            left += item
+            left += item.values()
+        size += 1
+    return size
 
 
 def new_request_id(prefix: str) -> str:

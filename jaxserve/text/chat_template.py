@@ -66,6 +66,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,

@@ -117,6 +117,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
@@ -137,6 +138,7 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,

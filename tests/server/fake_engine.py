@@ -35,6 +35,8 @@ class ByteTokenizer:
     vocab_size = VOCAB_SIZE
     bos_id = None
     eos_ids = (EOS_ID,)
+    special_ids = frozenset((EOS_ID,))
+    strips_first_space = False
     chat_template: str | None = "yes"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -50,7 +52,7 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < 256 else b"<eos>"
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         if messages[0]["role"] == "system":
             raise ValueError("the chat template refused the messages: System role not supported")
@@ -194,7 +196,7 @@ class FakeEngine:
         if len(self.live) >= self.max_live:
             raise RejectedError(Rejection("queue_full_requests", "the queue has 100 requests", 2.5))
         if request_id in self.live:
-            raise ValueError(f"request_id {request_id!r} is live already")
+            raise RejectedError(Rejection("duplicate_id", f"request_id {request_id!r} is live"))
         self.submitted.append({"params": params, "priority": priority, "deadline_s": deadline_s})
         stream = FakeStream(self, request_id, prompt_token_ids, params)
         self.live[request_id] = stream
