@@ -6,9 +6,12 @@ import socket
 import struct
 import threading
 
+import grpc
 import pytest
 
-from tests.server.running import choice_texts, events_of, metric_samples, raw_request, read_until, until
+from jaxserve.server.proto import inference_pb2 as pb
+from jaxserve.server.proto import inference_pb2_grpc
+from tests.server.running import choice_texts, error_of, events_of, metric_samples, raw_request, read_until, until
 
 LONG = {"prompt": "The sea", "max_tokens": 120, "ignore_eos": True, "temperature": 0}
 
@@ -101,6 +104,47 @@ def test_a_cancelled_request_leaves_its_neighbours_alone(server, client, solo, w
     assert [answer["choices"][0]["text"] for answer in answers] == [solo] * len(threads)
 
 
+def grpc_code_of_second(server, request_id):
+    """The status of a gRPC call with an id that is live."""
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        with pytest.raises(grpc.RpcError) as failed:
+            list(stub.Generate(pb.GenerateRequest(text="xyz", request_id=request_id)))
+    return failed.value.code()
+
+
+def test_an_id_that_is_live_over_grpc_is_refused_on_both_fronts(server, client):
+    engine = server.engine.engine
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        sampling = pb.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        first = pb.GenerateRequest(text="abc", request_id="twin", sampling=sampling)
+        alone = [token for response in stub.Generate(first) for token in response.token_ids]
+        engine.gate.clear()
+        call = stub.Generate(first)
+        until(lambda: "twin" in server.engine._streams, what="first is live")
+        body = {"prompt": "xyz", "request_id": "twin"}
+        assert error_of(client.post("/v1/completions", json=body), 409)["code"] == "duplicate_id"
+        assert grpc_code_of_second(server, "twin") == grpc.StatusCode.ALREADY_EXISTS
+        engine.gate.set()
+        assert [token for response in call for token in response.token_ids] == alone
+        assert [token for response in stub.Generate(first) for token in response.token_ids] == alone
+
+
+def test_a_live_id_is_refused_by_status_whatever_the_engine(fake_server, fake_client):
+    engine = fake_server.engine
+    fake_server.call(engine.hold_off.clear)
+    body = {"prompt": "a", "request_id": "twin"}
+    with fake_server.client() as other:
+        thread = threading.Thread(target=lambda: other.post("/v1/completions", json=body))
+        thread.start()
+        until(lambda: "twin" in engine.live, what="live")
+        assert error_of(fake_client.post("/v1/completions", json=body), 409)["code"] == "duplicate_id"
+        assert grpc_code_of_second(fake_server, "twin") == grpc.StatusCode.ALREADY_EXISTS
+        fake_server.call(engine.hold_off.set)
+        thread.join(10)
+
+
 def test_a_live_request_id_is_refused_and_may_be_reused_afterwards(server, client):
     engine = server.engine.engine
     first = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "request_id": "twin"}
@@ -111,7 +155,11 @@ def test_a_live_request_id_is_refused_and_may_be_reused_afterwards(server, clien
         until(lambda: "twin" in server.engine._streams, what="first is live")
         with server.client() as other:
             second = other.post("/v1/completions", json=first | {"prompt": "xyz"})
-        assert 400 <= second.status_code < 500 and "twin" in second.json()["error"]["message"]
+            over_grpc = grpc_code_of_second(server, "twin")
+        error = error_of(second, 409)
+        assert error["code"] == "duplicate_id" and error["param"] == "request_id" and "twin" in error["message"]
+        assert "retry-after" not in second.headers
+        assert over_grpc == grpc.StatusCode.ALREADY_EXISTS
         engine.gate.set()
         events = events_of(stream.read().decode())
     assert choice_texts(events)[0] == alone["choices"][0]["text"]

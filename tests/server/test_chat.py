@@ -135,6 +135,37 @@ def test_a_chat_prompt_has_exactly_one_bos(client, use_template, template):
     assert ids.count(BOS_ID) == 1 and ids[0] == BOS_ID
 
 
+@pytest.mark.parametrize("path", [URL, "/tokenize"])
+@pytest.mark.parametrize(
+    "variables", [{"messages": []}, {"tools": []}, {"tools": [{"name": "f"}]}, {"add_generation_prompt": False}]
+)
+def test_template_variables_with_a_field_of_their_own_are_refused(client, alive, path, variables):
+    error = error_of(client.post(path, json={"messages": [USER], "chat_template_kwargs": variables}), 400)
+    assert error["param"] == "chat_template_kwargs" and next(iter(variables)) in error["message"]
+    alive()
+
+
+@pytest.mark.parametrize("path", [URL, "/tokenize"])
+@pytest.mark.parametrize("name", ["self", "cls", "source", "variables", "special_tokens", "param", "converts", "a b"])
+def test_any_other_name_is_a_template_variable(client, path, name):
+    body = {"messages": [USER], "chat_template_kwargs": {name: 1}}
+    if path == URL:
+        body |= {"max_tokens": 1}
+    assert client.post(path, json=body).status_code == 200
+
+
+def test_template_variables_reach_the_template(client, use_template):
+    use_template("{{ mood }}{{ messages[0]['content'] }}")
+    assert chat(client, chat_template_kwargs={"mood": "glad "}).json()["prompt_token_ids"] == list(b"glad hi")
+
+
+@pytest.mark.parametrize("path", [URL, "/tokenize"])
+@pytest.mark.parametrize("value", [True, False])
+def test_special_tokens_of_a_chat_are_the_templates_to_write(client, path, value):
+    error = error_of(client.post(path, json={"messages": [USER], "add_special_tokens": value}), 400)
+    assert error["param"] == "add_special_tokens"
+
+
 def test_a_template_without_bos_gets_none_where_the_tokenizer_adds_none(client, use_template):
     use_template(CHATML, add_bos=False)
     assert BOS_ID not in chat(client).json()["prompt_token_ids"]

@@ -90,6 +90,15 @@ def test_echo_puts_prompt_and_output_in_one_text_with_offsets(client):
     assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_text_offsets_count_delivered_text_over_characters_of_several_tokens(client, as_ids):
+    text = "ď世😀!"
+    prompt = list(text.encode()) if as_ids else text
+    choice = complete(client, prompt=prompt, max_tokens=0, echo=True, logprobs=1)["choices"][0]
+    assert choice["text"] == text
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 1, 2, 2, 2, 2, 3]
+
+
 def test_a_streamed_echo_equals_the_whole_one(client):
     body = {"prompt": ["abc", "de"], "n": 2, "max_tokens": 5, "echo": True, "logprobs": 1, "seed": 3}
     whole = complete(client, temperature=1, **body)

@@ -81,7 +81,11 @@ def test_choices_that_do_not_all_fit_are_refused_together(small_server):
     engine = small_server.engine.engine
     engine.gate.clear()
     with small_server.client() as client:
-        error_of(client.post("/v1/completions", json=BODY | {"n": 6}), 429)
+        one = small_server.call(lambda: submit(small_server))
+        error_of(client.post("/v1/completions", json=BODY | {"n": 5}), 429)
+        small_server.call(one.cancel)
+        # More than slots and queue together hold can never be accepted, so a retry is not suggested.
+        assert "n is 6" in error_of(client.post("/v1/completions", json=BODY | {"n": 6}), 400)["message"]
         error_of(client.post("/v1/completions", json=BODY | {"prompt": ["a"] * 6}), 429)
         until(lambda: engine.scheduler.num_running + engine.scheduler.num_waiting == 0, 2, "nothing was left behind")
         engine.gate.set()
@@ -94,14 +98,24 @@ def samples(client):
     return found
 
 
-def test_gauges_fall_to_zero_after_everything_was_cancelled(small_server):
+def test_gauges_fall_to_zero_after_twenty_requests_were_cancelled(make_tiny_engine):
+    engine = make_tiny_engine(max_num_seqs=2, max_queue_requests=18, num_pages=20)
+    server = RunningServer(lambda: engine)
+    try:
+        check_gauges_fall_to_zero(server)
+    finally:
+        server.stop()
+
+
+def check_gauges_fall_to_zero(small_server):
     engine = small_server.engine.engine
-    engine.gate.clear()
     with small_server.client() as client:
+        client.post("/v1/completions", json=BODY)  # so that every counter has a line
         before = samples(client)
-        streams = [small_server.call(lambda: submit(small_server)) for _ in range(5)]
+        engine.gate.clear()
+        streams = [small_server.call(lambda: submit(small_server)) for _ in range(20)]
         during = samples(client)
-        assert gauge(during, "num_requests_running") == 2 and gauge(during, "num_requests_waiting") == 3
+        assert gauge(during, "num_requests_running") == 2 and gauge(during, "num_requests_waiting") == 18
         small_server.call(lambda: [stream.cancel() for stream in streams])
         # No more traffic and no step: the gauges follow the aborts themselves.
         until(lambda: gauge(samples(client), "num_requests_running") == 0, 2, "running gauge is 0")
@@ -109,7 +123,7 @@ def test_gauges_fall_to_zero_after_everything_was_cancelled(small_server):
         engine.gate.set()
     assert gauge(after, "num_requests_waiting") == 0
     abort = 'jaxserve:request_success_total{engine="0",finished_reason="abort",model_name="tiny"}'
-    assert after[abort] == before[abort] + 5
+    assert after[abort] == before[abort] + 20
     assert all(after[name] >= value for name, value in before.items() if "_total" in name or "_count" in name)
     until(lambda: gauge_is_clean(small_server), 2, "KV usage is 0")
 
@@ -121,6 +135,25 @@ def gauge_is_clean(server):
 
 def gauge(found, name):
     return found[f'jaxserve:{name}{{engine="0",model_name="tiny"}}']
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_the_pool_can_never_hold_is_refused_at_once_and_others_are_served(make_tiny_engine, stream):
+    # Three pages of 16 tokens; the context is 128.
+    engine = make_tiny_engine(num_pages=4, max_num_seqs=2)
+    server = RunningServer(lambda: engine)
+    try:
+        with server.client() as client:
+            engine.engine.gate.clear()  # at once: no step is needed to know
+            body = {"max_tokens": 4, "temperature": 0, "stream": stream}
+            error = error_of(client.post("/v1/completions", json=body | {"prompt": [65] * 60}), 400)
+            assert "pages" in error["message"]
+            engine.engine.gate.set()
+            small = client.post("/v1/completions", json=body | {"prompt": [65] * 3, "stream": False})
+            assert small.json()["usage"]["completion_tokens"] == 4
+        until(lambda: engine.engine.clean, 2, "idle-clean")
+    finally:
+        server.stop()
 
 
 def test_when_the_engine_dies_open_requests_get_errors_and_health_says_so(make_tiny_engine):
