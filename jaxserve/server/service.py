@@ -17,6 +17,7 @@ INLINE_CHARS = 1000
 CALL_CHARS = 50
 """What a text costs besides its characters, in characters."""
 MAX_DETOKENIZE_IDS = 1 << 20
+MAX_VARIABLES_CHARS = 1 << 16
 RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt")
 """Template variables that have their own place in a request."""
 
@@ -105,7 +106,9 @@ class GenerationService:
         texts = sum(len(message["content"]) + len(message.get("name", "")) for message in messages)
         await self._check_fits(texts, param)
         given = _num_chars(variables)
-        await self._check_fits(given, "chat_template_kwargs")
+        if given > MAX_VARIABLES_CHARS:
+            message = f"chat_template_kwargs is too large; the limit is {MAX_VARIABLES_CHARS} characters"
+            raise ApiError("invalid", message, param="chat_template_kwargs")
         tokenizer = self.engine.tokenizer
         size = texts + given + CALL_CHARS * len(messages)
         return await self.run(
@@ -203,9 +206,9 @@ def _longest_token(tokenizer: TokenizerApi) -> int:
 
 
 def _num_chars(value: Any) -> int:
-    """About how much text a JSON value is."""
+    """About how much text a JSON value is; counting ends above `MAX_VARIABLES_CHARS`."""
     size, left = 0, [value]
-    while left:
+    while left and size <= MAX_VARIABLES_CHARS:
         item = left.pop()
         if isinstance(item, str):
             size += len(item)

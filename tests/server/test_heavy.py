@@ -154,8 +154,6 @@ BIG = "x" * 1_000_000
         ({"prompt": BIG}, "prompt"),
         ({"messages": [{"role": "user", "content": BIG}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a", "name": BIG}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": [{"b": BIG}]}},
-         "chat_template_kwargs"),
     ],
 )  # fmt: skip
 def test_tokenize_refuses_what_cannot_fit_before_the_work(client, slow_tokenizer, body, param):
@@ -164,6 +162,24 @@ def test_tokenize_refuses_what_cannot_fit_before_the_work(client, slow_tokenizer
     if "messages" in body:
         assert error_of(client.post("/v1/chat/completions", json=body), 400)["param"] == param
     assert not slow_tokenizer.seen
+
+
+@pytest.mark.parametrize("value", [[{"b": BIG}], [1] * 100_000, {BIG: 1}])
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_huge_template_variables_are_refused(client, slow_tokenizer, path, value):
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": value}}
+    error = error_of(client.post(path, json=body), 400)
+    assert error["param"] == "chat_template_kwargs" and "65536" in error["message"]
+    assert not slow_tokenizer.seen
+
+
+def test_template_variables_of_some_size_are_rendered_off_the_event_loop(server, client, slow_tokenizer):
+    loop_thread = server.call(lambda: threading.current_thread().name)
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": ["b" * 2000]}}
+    assert client.post("/tokenize", json=body).status_code == 200
+    name = {"messages": [{"role": "user", "content": "a", "name": "b" * 1200}]}
+    assert client.post("/tokenize", json=name).status_code == 200
+    assert len(slow_tokenizer.seen) == 2 and loop_thread not in {thread for _, thread in slow_tokenizer.seen}
 
 
 def test_grpc_tokenize_and_generate_refuse_it_too(server, slow_tokenizer):
