@@ -194,6 +194,11 @@ class Scheduler(SchedulerState):
             self._trace.iteration(plan, flight.now, bucket)
         return events
 
+    def flush_trace(self) -> None:
+        """Records arrivals and ends since the last iteration, which otherwise wait for the next one."""
+        if self._trace:
+            self._trace.flush()
+
     # Placing
 
     def _unacceptable(self, request: Request, now: float) -> Rejection | None:

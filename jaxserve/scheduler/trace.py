@@ -15,6 +15,10 @@ to feed the same arrivals to another scheduler and compare its plans. Keys:
 | bucket | the compiled shape it ran in; None in simulation |
 | events | arrivals and early ends since the record before |
 
+Between iterations events may pile up: on an idle engine, or one that refuses many. After `MAX_EVENTS` of
+them, and at a flush, comes a record of `kind` "events": `events` and the lists of ids that
+ended or were rejected since the record before, and nothing of a plan. An iteration's record has no `kind`.
+
 An event has `kind` ("add", "abort", "expire"), `id`, `now` and `step`, the pair (plans made, plans
 updated) when it came: with steps in flight this places it exactly. An "add" also has `prompt`
 (tokens), `max_tokens`, `priority`, `tenant`, `deadline_at` and `outcome`: "slot", "queue" or the
@@ -40,6 +44,8 @@ if TYPE_CHECKING:
     from jaxserve.scheduler.state import SchedulerState
 
 SCHEMA_VERSION = 1
+MAX_EVENTS = 256
+"""Most events kept until the next record."""
 
 _LISTS = {
     FinishReason.STOP: "completed",
@@ -53,7 +59,11 @@ logger = logging.getLogger(__name__)
 
 
 class TraceRecorder:
-    """Collects what happens between two iterations and hands a record to `sink` at each update."""
+    """Collects what happens between two iterations and hands a record to `sink` at each update.
+
+    What it keeps is bounded: every id that comes outside an update comes with an event, and after
+    `MAX_EVENTS` of those a record is handed over without an iteration.
+    """
 
     def __init__(self, scheduler: SchedulerState, sink: Callable[[dict[str, Any]], None]) -> None:
         self._scheduler = scheduler
@@ -116,9 +126,17 @@ class TraceRecorder:
         )
         self._clear()
 
+    def flush(self) -> None:
+        """Hands over what came in since the record before, if anything did."""
+        if self._events or any(self._ids.values()):
+            self._sink({"kind": "events", **self._ids, "events": self._events})
+            self._clear()
+
     def _event(self, kind: str, request_id: str, now: float, **details: Any) -> None:
         step = [self._scheduler.num_plans, self._num_updated]
         self._events.append({"kind": kind, "id": request_id, "now": now, "step": step, **details})
+        if len(self._events) >= MAX_EVENTS:
+            self.flush()
 
     def _clear(self) -> None:
         self._events: list[dict[str, Any]] = []

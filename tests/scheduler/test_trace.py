@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.core import FinishReason
 from jaxserve.scheduler import SCHEMA_VERSION, Scheduler, StepResult, TraceWriter
+from jaxserve.scheduler.trace import MAX_EVENTS
 from tests.scheduler.harness import Harness, make_config, make_request
 
 DECISIONS = {"iteration", "now", "decode", "prefill", "prefill_emitted", "preempted", "unused_budget", "bucket"}
@@ -67,6 +68,41 @@ def test_ends_are_listed_by_what_they_are() -> None:
     harness.step()
     (record,) = harness.records
     assert [record[key] for key in ("completed", "failed", "aborted")] == [["stopped"], ["failed"], ["aborted"]]
+
+
+def test_refusals_without_an_iteration_are_written_before_they_pile_up() -> None:
+    harness = Harness()
+    too_long = [make_request(f"r{i}", 60, 60) for i in range(2 * MAX_EVENTS + 3)]
+    for request in too_long:
+        harness.add(request)
+    assert [record["kind"] for record in harness.records] == ["events", "events"]
+    assert all(len(record["events"]) == len(record["rejected"]) == MAX_EVENTS for record in harness.records)
+    harness.add(make_request("a", 4, 1))
+    harness.run()
+    last = harness.records[-1]
+    assert "kind" not in last and len(last["events"]) == 4
+    assert [name for record in harness.records for name in record["rejected"]] == [r.request_id for r in too_long]
+    assert json.loads(json.dumps(harness.records)) == harness.records
+
+
+def test_a_flush_writes_what_came_after_the_last_iteration_once() -> None:
+    harness = Harness()
+    harness.scheduler.flush_trace()
+    assert harness.records == []
+    harness.add(make_request("a", 4, 9))
+    harness.step()
+    harness.abort("a")
+    harness.add(make_request("b", 60, 60))
+    for _ in range(2):
+        harness.scheduler.flush_trace()
+    iteration, flushed = harness.records
+    assert "kind" not in iteration
+    assert (flushed["kind"], flushed["aborted"], flushed["rejected"]) == ("events", ["a"], ["b"])
+    assert [(e["kind"], e["id"], e["step"]) for e in flushed["events"]] == [
+        ("abort", "a", [1, 1]),
+        ("add", "b", [1, 1]),
+    ]
+    Scheduler(make_config()).flush_trace()  # nothing to do without a trace
 
 
 def test_the_bucket_that_ran_is_recorded() -> None:
