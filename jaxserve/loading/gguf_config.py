@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.core import CheckpointError, UnsupportedModelError
 from jaxserve.loading.gguf_file import GgufFile
+from jaxserve.models import SUPPORTED_ARCHITECTURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,9 @@ def architecture(gguf: GgufFile) -> GgufArchitecture:
     """
     name = gguf.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
+        supported = [known for known, arch in ARCHITECTURES.items() if arch.hf_architecture in SUPPORTED_ARCHITECTURES]
         raise UnsupportedModelError(
-            f"{gguf.path}: GGUF architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"{gguf.path}: GGUF architecture {name!r} is not supported; supported are {', '.join(supported)}"
         )
     return ARCHITECTURES[name]
 

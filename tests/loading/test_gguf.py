@@ -154,8 +154,8 @@ def test_a_model_split_into_files_is_read_whole(tmp_path):
         GgufReader(tmp_path / "m-00001-of-00002.gguf")
 
 
-def test_an_unknown_architecture_names_the_known_ones(tmp_path):
-    with pytest.raises(UnsupportedModelError, match=r"'mamba' is not supported; supported are llama, qwen2"):
+def test_an_unknown_architecture_names_those_that_can_be_served(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba' is not supported; supported are llama$"):
         GgufReader(write_gguf(tmp_path / "m.gguf", *tiny(), arch="mamba"))
 
 
