@@ -87,12 +87,11 @@ def test_flags_come_from_a_file_too(tmp_path):
     ],
 )
 def test_a_mistake_names_flag_and_rule(capsys, words, message):
-    """OPS-7."""
     assert message in refusal(capsys, *words)
 
 
 def test_chunking_off_needs_a_budget_for_a_whole_prompt(capsys):
-    """OPS-7: both values are named; with the budget above the context it is legal."""
+    """Both values are named; with the budget above the context it is legal."""
     words = ("--noenable_chunked_prefill", "--max_model_len=1024")
     error = refusal(capsys, *words, "--max_num_batched_tokens=512")
     assert "max_num_batched_tokens is 512 and max_model_len is 1024" in error

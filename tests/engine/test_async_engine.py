@@ -95,8 +95,6 @@ def test_cancelling_frees_everything_and_the_rest_goes_on(engine):
 
 
 def test_a_live_id_is_refused_and_free_again_at_the_end(engine):
-    """ABT-4."""
-
     async def main():
         first = engine.submit(prompt_token_ids=[1, 2, 3], params=greedy(40), request_id="same")
         with pytest.raises(RejectedError, match="'same' is live") as refused:
@@ -164,8 +162,6 @@ def test_a_deadline_ends_the_request_as_expired(engine):
 
 
 def test_gauges_fall_to_zero_and_aborts_are_counted(engine):
-    """OPS-8."""
-
     def value(name, **labels):
         labels = {"model_name": engine.model_name, "engine": "0"} | labels
         return engine.metrics.registry.get_sample_value(f"jaxserve:{name}", labels)
@@ -195,7 +191,7 @@ class FaultyEngine(Engine):
 
 
 def test_death_reaches_open_streams_and_later_submits(config):
-    """STR-2, OPS-3."""
+    """An open stream raises, it does not hang; so does every later submit."""
 
     async def main():
         FaultyEngine.fault.clear()
@@ -217,7 +213,7 @@ def test_death_reaches_open_streams_and_later_submits(config):
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes(config):
-    """OPS-4."""
+    """Running streams get all their tokens; a submit meanwhile is refused as draining."""
 
     async def main():
         engine = start(config)

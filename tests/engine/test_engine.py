@@ -19,7 +19,7 @@ def one(llm, prompt, params):
 
 
 def test_min_tokens_holds_off_every_eos_exactly_that_long(llm):
-    """STP-4: EOS is the 5th sampled token with min_tokens 4, whichever EOS id it is."""
+    """EOS is the 5th sampled token with min_tokens 4, whichever EOS id it is."""
     prompt = random_prompts((50,))[0]
     for eos in llm.engine.limits.eos_token_ids:
         params = SamplingParams(temperature=0, max_tokens=20, min_tokens=4, logit_bias={eos: 100.0})
@@ -72,7 +72,7 @@ def test_a_stop_string_begun_before_min_tokens_is_not_seen(llm):
 
 
 def test_lengths_around_the_context(llm):
-    """CHK-2: M = 128."""
+    """One below the limit, at it and above it, for the prompt and for prompt + max_tokens; M is 128."""
     limit = llm.engine.max_model_len
     for length, granted in ((limit - 1, 1), (limit - 3, 3)):
         output = one(llm, random_prompts((length,))[0], greedy(None)).outputs[0]
@@ -96,7 +96,6 @@ def test_max_tokens_zero_only_scores_the_prompt_up_to_the_whole_context(llm):
 
 @pytest.mark.parametrize("bad", [[-1], [2**31], [10**6], [1.5], [True], ["1"]])
 def test_bad_prompt_ids_are_refused_by_name(llm, bad):
-    """API-1."""
     with pytest.raises(ValueError, match=r"prompt (has id|must be integers)"):
         one(llm, [1, *bad], greedy(1))
 
@@ -110,7 +109,7 @@ def test_bad_bias_ids_are_refused(llm):
 
 
 def test_a_prompt_that_the_pool_cannot_hold_is_refused_at_once(make_llm):
-    """OPS-5: the pool holds 48 tokens, the context is 128; the small one behind is served."""
+    """The pool holds 48 tokens, the context is 128; the small one behind is served."""
     llm = make_llm(num_pages=4, max_num_seqs=2)
     with pytest.raises(ValueError, match="pages"):
         llm.generate([random_prompts((60,))[0], [1, 2, 3]], greedy(4), use_tqdm=False)
@@ -131,7 +130,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(make_llm, llm):
 
 
 def test_prompt_logprobs_are_the_chances_of_each_next_token(llm):
-    """LGP-3: entry t is what a request for the prefix before t gives for token t."""
+    """Entry t is what a request for the prefix before t gives for token t."""
     prompt = random_prompts((12,))[0]
     scores = one(llm, prompt, greedy(1, prompt_logprobs=0)).prompt_logprobs
     vocab = min(20, llm.engine.limits.vocab_size)
@@ -185,7 +184,7 @@ def test_choices_differ_and_repeat(llm):
 
 
 def test_nothing_compiles_after_warm_up(make_llm):
-    """OPS-11: batch, length, log-probabilities, penalties, seeds, n, bias, stops."""
+    """Whatever the batch, length, log-probabilities, penalties, seeds, n, bias, stops."""
     llm = make_llm(decode_buckets=(2, 8), prefill_buckets=(16, 64), table_width_buckets=(2, 8))
     before = COMPILES.count
     rng = np.random.default_rng(3)
@@ -234,7 +233,7 @@ def test_a_full_queue_refuses_with_a_reason_and_what_ran_goes_on(make_llm):
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 4, 8])
 def test_an_abort_at_any_stage_leaves_the_others_alone(make_llm, steps):
-    """ABT-2: queued, mid-chunk, decoding; twice."""
+    """Queued, mid-chunk, decoding; twice."""
     llm = make_llm(prefill_chunk=7, max_num_seqs=2)
     prompts = random_prompts((9, 30, 5, 12))
     want = ids(llm.generate(prompts, greedy(10), use_tqdm=False))

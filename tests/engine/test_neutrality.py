@@ -81,7 +81,7 @@ def test_alone_equals_batched_in_any_order(make_llm, llm, expected):
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(4, 7), (16, 6), (8, 8)])
 def test_edges_of_chunks_and_pages(make_llm, dense, page_size, chunk):
-    """CHK-1: lengths at page and chunk edges, page size not dividing the chunk, chunk under a page."""
+    """Lengths at page and chunk edges, page size not dividing the chunk, chunk under a page."""
     llm = make_llm(page_size=page_size, prefill_chunk=chunk, num_pages=8 * 128 // page_size + 1)
     p, c = page_size, chunk
     lengths = sorted({1, 2, p - 1, p, p + 1, c - 1, c, c + 1, 2 * c, 2 * c + 1})
@@ -96,7 +96,7 @@ def test_edges_of_chunks_and_pages(make_llm, dense, page_size, chunk):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nothing_unwritten_is_read(make_llm, expected, poison):
-    """KRN-1 through the engine: every page poisoned first, the null page too."""
+    """Every page poisoned first, the null page too."""
     llm = make_llm(page_size=4, prefill_chunk=7, num_pages=8 * 128 // 4 + 1)
     llm.engine.runner.fill_pool(poison)
     got = ids(llm.generate(random_prompts(LENGTHS), greedy(12), use_tqdm=False))
@@ -106,7 +106,7 @@ def test_nothing_unwritten_is_read(make_llm, expected, poison):
 
 
 def test_neighbours_do_not_change_seeded_or_greedy_rows(llm):
-    """SMP-1."""
+    """Whatever shares the batch, and whichever row a request has in it."""
     prompts = random_prompts((5, 9, 20, 3, 7))
     seeded = SamplingParams(temperature=0.8, seed=7, max_tokens=16, ignore_eos=True)
     want = ids(llm.generate(prompts[0], seeded, use_tqdm=False))[0]
@@ -129,7 +129,6 @@ def test_neighbours_do_not_change_seeded_or_greedy_rows(llm):
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-5, 1e-4, 1e-3])
 def test_tiny_temperatures_are_greedy(llm, temperature):
-    """SMP-4."""
     prompt = random_prompts((9,))[0]
     params = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True)
     assert ids(llm.generate(prompt, params, use_tqdm=False)) == ids(llm.generate(prompt, greedy(8), use_tqdm=False))
