@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 DECODE_BLOCK_TOKENS = 128
-PREFILL_BLOCK_TOKENS = 256
+PREFILL_BLOCK_TOKENS = 128
 PREFILL_BLOCK_QUERIES = 64
 
 
@@ -99,11 +99,12 @@ def _decode(
     positions = context_lens - 1
     first_seen = jnp.zeros_like(positions) if sliding_window is None else positions - (sliding_window - 1)
     first_page = jnp.maximum(first_seen, 0) // page_size
-    num_pages = jnp.maximum(context_lens + (page_size - 1), 0) // page_size - first_page
+    end_page = (context_lens + page_size - 1) // page_size
 
     def body(step: jax.Array, carry: _Softmax) -> _Softmax:
         index = first_page[:, None] + step * block + jnp.arange(block)
         ids = jnp.take_along_axis(page_table, jnp.minimum(index, width - 1), axis=1)
+        ids = jnp.where(index < end_page[:, None], ids, 0)  # a short row idles on one page, which stays in cache
         slots = (index[:, :, None] * page_size + jnp.arange(page_size)).reshape(rows, 1, 1, -1)
         seen = (slots <= positions[:, None, None, None]) & (slots >= first_seen[:, None, None, None])
         keys, values = _pages(pool, layer, ids)
@@ -112,7 +113,7 @@ def _decode(
 
     group = heads // kv_heads
     start = _Softmax.start(None if sinks is None else sinks.reshape(kv_heads, group), queries.shape[:-1], dim)
-    steps = (jnp.max(num_pages) + block - 1) // block
+    steps = (jnp.max(end_page - first_page) + block - 1) // block
     out = jax.lax.fori_loop(0, steps, body, start).result()
     # A padding row has a sink or a masked block at most, never a value; its queries may be NaN.
     return jnp.where((positions >= 0)[:, None, None], out.reshape(q.shape), 0.0).astype(q.dtype)
@@ -160,6 +161,7 @@ def _prefill(
 
         def kv_block(step: jax.Array, carry: _Softmax) -> _Softmax:
             ids = jax.lax.dynamic_slice(table, (row, step * block), (1, block))
+            ids = jnp.where(step * block + jnp.arange(block) <= last // page_size, ids, 0)
             slots = step * block_tokens + jnp.arange(block_tokens)
             seen = slots <= positions[:, None]
             if sliding_window is not None:

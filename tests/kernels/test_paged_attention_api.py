@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import choose_implementation, paged_attention
+from pallas_kernels.paged_attention.specs import SPECS
 from tests.kernels.cases import make_case
 
 
@@ -46,3 +50,18 @@ def test_shapes_that_do_not_fit_are_refused(options, message):
 def test_auto_computes():
     case = make_case([3, 5])
     np.testing.assert_allclose(call(case), call(case, implementation="reference"), atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_the_cpu_form_needs_no_memory_in_the_size_of_the_pool(spec):
+    compiled = jax.jit(partial(paged_attention, implementation="cpu")).lower(*spec.abstract_args()).compile()
+    pool = spec.abstract_args()[1]
+    assert compiled.memory_analysis().temp_size_in_bytes < pool.size * pool.dtype.itemsize / 8
+
+
+def test_specs_are_told_apart_by_name():
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
+
+
+def test_kv_bytes_of_a_spec_are_those_of_its_rows():
+    assert SPECS[1].kv_bytes == 8 * 256 * 2 * 3 * 64 * 4
