@@ -68,12 +68,17 @@ def device_name() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures were measured on.
+
+    `load_average` is of the last 1, 5 and 15 minutes at the end, the measurement's own share included: far above
+    the number of cores, something else ran beside it.
+    """
     return {
         "device": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
         "num_devices": jax.device_count(),
         "cpu_cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
         "jax": version("jax"),
