@@ -10,7 +10,6 @@ from typing import Any
 
 from jaxserve.core import CheckpointError, UnsupportedModelError
 from jaxserve.loading.gguf_file import GgufFile
-from jaxserve.models import SUPPORTED_ARCHITECTURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,9 @@ def architecture(gguf: GgufFile) -> GgufArchitecture:
     """
     name = gguf.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
+        # Imported for the message alone: the tokenizer reads this file's metadata without loading jax.
+        from jaxserve.models import SUPPORTED_ARCHITECTURES
+
         supported = [known for known, arch in ARCHITECTURES.items() if arch.hf_architecture in SUPPORTED_ARCHITECTURES]
         raise UnsupportedModelError(
             f"{gguf.path}: GGUF architecture {name!r} is not supported; supported are {', '.join(supported)}"
