@@ -1,5 +1,6 @@
 """Models: configuration, weight table, flax modules, rotary embedding, sharding rules."""
 
+from jaxserve.models.attention import Attend
 from jaxserve.models.config import ModelConfig, RopeConfig
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
 from jaxserve.models.sharding import param_shardings
@@ -8,6 +9,7 @@ from jaxserve.models.weights import Weight, ignorable, make_params, weights
 
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
+    "Attend",
     "ModelConfig",
     "RopeConfig",
     "Weight",

@@ -19,11 +19,15 @@ def pool_shape(config: ModelConfig, num_pages: int, page_size: int) -> tuple[int
     return (config.num_layers, num_pages, 2, config.num_kv_heads, page_size, config.head_dim)
 
 
-def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
+def pool_spec(config: ModelConfig, mesh: Mesh) -> PartitionSpec:
     """KV heads over "model" where they divide, else replicated."""
-    size = mesh.shape["model"]
-    heads = "model" if size > 1 and config.num_kv_heads % size == 0 else None
-    return NamedSharding(mesh, PartitionSpec(None, None, None, heads))
+    divides = config.num_kv_heads % mesh.shape["model"] == 0
+    return PartitionSpec(None, None, None, "model" if divides else None)
+
+
+def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
+    """`pool_spec` on the mesh's devices."""
+    return NamedSharding(mesh, pool_spec(config, mesh))
 
 
 def make_pool(config: ModelConfig, num_pages: int, page_size: int, dtype: str, mesh: Mesh) -> jax.Array:

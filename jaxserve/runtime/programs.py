@@ -8,6 +8,7 @@ that no step keeps a second copy of it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
@@ -79,7 +80,7 @@ class ProgramTable:
     def compile(self, bucket: Bucket, num_pages: int) -> Any:
         """Compiles the step of one bucket for a pool of `num_pages`."""
         layout = TableLayout(bucket)
-        step = make_step(self._config, layout, self._page_size, self._implementation)
+        step = make_step(self._config, self._mesh, layout, self._page_size, self._implementation)
         pool = self._pool(num_pages)
         blobs = self._on_mesh(
             (
@@ -114,7 +115,6 @@ class ProgramTable:
         """
         total = len(buckets) + 1
         pool = self._pool(num_pages)
-        pool_bytes = math.prod(pool.sharding.shard_shape(pool.shape)) * pool.dtype.itemsize
         self._place = (
             jax.jit(place_row, donate_argnums=0, out_shardings=jax.tree.map(lambda _: self._replicated, self._state))
             .lower(self._state, self._on_mesh(jax.ShapeDtypeStruct((), jnp.int32)), self._abstract_row())
@@ -126,7 +126,7 @@ class ProgramTable:
             waiting = {threads.submit(self._kept_or_compiled, b, num_pages): b for b in reversed(buckets)}
             for done, future in enumerate(as_completed(waiting), start=2):
                 bucket, program = waiting[future], future.result()
-                _check_in_place(bucket, program, pool_bytes)
+                _check_in_place(bucket, program, pool)
                 self._steps[bucket] = program
                 if progress:
                     progress(done, total, bucket.name)
@@ -164,10 +164,35 @@ def _workspace(program: Any) -> int:
     return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
-def _check_in_place(bucket: Bucket, program: Any, pool_bytes: int) -> None:
+def _check_in_place(bucket: Bucket, program: Any, pool: jax.ShapeDtypeStruct) -> None:
+    """Raises JaxserveError if a step returns another pool than it was given, or copies it on its way."""
     analysis = program.memory_analysis()
+    local_shape = pool.sharding.shard_shape(pool.shape)
+    pool_bytes = math.prod(local_shape) * pool.dtype.itemsize
     if analysis.alias_size_in_bytes < pool_bytes:
         raise JaxserveError(
             f"the step of bucket {bucket.name} aliases {analysis.alias_size_in_bytes} bytes; the KV pool has"
             f" {pool_bytes}: it would be copied at every step"
         )
+    # A copy of the pool is temporary memory of its size; the text, which is long, is read only then.
+    if analysis.temp_size_in_bytes >= pool_bytes:
+        copies = _copies(program.as_text(), {math.prod(pool.shape), math.prod(local_shape)}, pool.shape[-1])
+        if copies:
+            raise JaxserveError(
+                f"the step of bucket {bucket.name} copies the KV pool of {pool_bytes} bytes at every step:"
+                f" {', '.join(copies)}"
+            )
+
+
+_COPY = re.compile(r"= \(?(\w+\[([\d,]+)\])[^ ]* (copy|copy-start|all-gather|all-gather-start|transpose)\(")
+"""An instruction of compiled HLO that makes a new array of its input's numbers: type, shape, opcode."""
+
+
+def _copies(hlo: str, sizes: set[int], head_dim: int) -> list[str]:
+    """Instructions of `_COPY` that yield one of `sizes` numbers in rows of `head_dim`, as `opcode type`."""
+    found = []
+    for array, dims, opcode in _COPY.findall(hlo):
+        shape = [int(size) for size in dims.split(",")]
+        if math.prod(shape) in sizes and shape[-1] == head_dim:
+            found.append(f"{opcode} {array}")
+    return found

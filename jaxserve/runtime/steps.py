@@ -14,11 +14,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.models import ModelConfig, forward, unembed
+from jaxserve.models import Attend, ModelConfig, forward, unembed
+from jaxserve.runtime.kv_pool import pool_spec
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import SlotState
+from jaxserve.tables import Bucket
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, TableLayout
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
@@ -41,11 +44,12 @@ class StepOutputs(NamedTuple):
     prompt_scores: TokenScores
 
 
-def make_step(config: ModelConfig, layout: TableLayout, page_size: int, implementation: str) -> Any:
+def make_step(config: ModelConfig, mesh: Mesh, layout: TableLayout, page_size: int, implementation: str) -> Any:
     """The step function of one bucket.
 
     Args:
       config: the model.
+      mesh: devices.
       layout: field places of the bucket.
       page_size: tokens per page.
       implementation: of paged attention.
@@ -65,10 +69,42 @@ def make_step(config: ModelConfig, layout: TableLayout, page_size: int, implemen
         positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])
         page_ids, offsets = _write_places(fields, positions, rows, page_size)
 
-        def attend(
-            layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, sliding_window: int | None
+        attend = _make_attend(config, mesh, bucket, fields, page_ids, offsets, implementation)
+        hidden, pool = forward(config, params, token_ids, positions, attend, pool)
+        logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
+        tokens = sample(logits, state, fields)
+        scores = score(logits, tokens, wants_logprobs(fields))
+        prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
+        return pool, _remember(state, tokens, fields), StepOutputs(tokens, scores, prompt_scores)
+
+    return step
+
+
+def _make_attend(
+    config: ModelConfig,
+    mesh: Mesh,
+    bucket: Bucket,
+    fields: dict[str, Any],
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    implementation: str,
+) -> Attend:
+    """What a layer does with its K and V: keep them in their pages, and attend over the pages.
+
+    The mesh's "model" axis takes KV heads apart here, not in the compiler: it would gather the pool.
+    Where the heads do not divide, every device holds and attends to all of them.
+    """
+    rows = bucket.decode_rows
+    pool = pool_spec(config, mesh)
+    heads = PartitionSpec(None, pool[3])
+
+    def attend(
+        layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, sliding_window: int | None
+    ) -> tuple[jax.Array, jax.Array]:
+        def local(
+            layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, tables: dict[str, Any]
         ) -> tuple[jax.Array, jax.Array]:
-            cache = write_kv(cache, layer, k, v, page_ids, offsets)
+            cache = write_kv(cache, layer, k, v, tables["page_ids"], tables["offsets"])
             outputs = []
             if rows:
                 outputs.append(
@@ -76,8 +112,8 @@ def make_step(config: ModelConfig, layout: TableLayout, page_size: int, implemen
                         q[:rows],
                         cache,
                         layer,
-                        fields["decode_pages"],
-                        fields["decode_position"] + 1,
+                        tables["decode_pages"],
+                        tables["decode_position"] + 1,
                         sliding_window=sliding_window,
                         implementation=implementation,
                     )
@@ -88,23 +124,26 @@ def make_step(config: ModelConfig, layout: TableLayout, page_size: int, implemen
                         q[rows:],
                         cache,
                         layer,
-                        fields["prefill_pages"],
-                        fields["prefill_context"],
-                        fields["prefill_starts"],
+                        tables["prefill_pages"],
+                        tables["prefill_context"],
+                        tables["prefill_starts"],
                         sliding_window=sliding_window,
                         implementation=implementation,
                     )
                 )
             return jnp.concatenate(outputs), cache
 
-        hidden, pool = forward(config, params, token_ids, positions, attend, pool)
-        logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
-        tokens = sample(logits, state, fields)
-        scores = score(logits, tokens, wants_logprobs(fields))
-        prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
-        return pool, _remember(state, tokens, fields), StepOutputs(tokens, scores, prompt_scores)
+        everywhere = PartitionSpec()
+        tables = fields | {"page_ids": page_ids, "offsets": offsets}
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(everywhere, heads, heads, heads, pool, everywhere),
+            out_specs=(heads, pool),
+            check_vma=False,
+        )(jnp.asarray(layer, jnp.int32), q, k, v, cache, tables)
 
-    return step
+    return attend
 
 
 def _write_places(

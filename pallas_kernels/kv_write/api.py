@@ -11,9 +11,10 @@ def write_kv(
 ) -> jax.Array:
     """Writes one K and one V vector per token and KV head.
 
-    The pool is seen as rows of D numbers and the new rows are scattered into it: a form that stays in
-    place on every backend when the pool is donated or carried through a loop, where an update along the
-    page's own dimensions copies the whole pool on some.
+    The pool is seen as rows of D numbers and the new rows are scattered into it, which stays in place when
+    the pool is donated or carried through a loop. An update along the page's own dimensions does not
+    always: XLA for TPU copies the pool of 8 float32 heads and pages of 32. With one KV head it is the other
+    way round, XLA for CPU copies the pool to see it as rows, so that case is updated along its dimensions.
 
     Args:
       pool: [L, P, 2, K, S, D]; not more than 2**31 - 1 rows of D.
@@ -40,10 +41,12 @@ def write_kv(
         raise ValueError(
             f"the pool has {num_rows} rows of D numbers; an int32 index reaches 2**31 - 1: use fewer pages"
         )
+    new = jnp.stack([k, v], axis=1).astype(pool.dtype)
+    if kv_heads == 1:
+        return pool.at[layer, page_ids, :, :, offsets].set(new, mode="promise_in_bounds")
     page = (jnp.asarray(layer, jnp.int32) * num_pages + page_ids)[:, None, None]
     part = jnp.arange(2, dtype=jnp.int32)[None, :, None]
     head = jnp.arange(kv_heads, dtype=jnp.int32)[None, None, :]
     rows = ((page * 2 + part) * kv_heads + head) * page_size + offsets[:, None, None]
-    new = jnp.stack([k, v], axis=1).astype(pool.dtype).reshape(-1, dim)
-    flat = pool.reshape(-1, dim).at[rows.reshape(-1)].set(new, mode="promise_in_bounds")
+    flat = pool.reshape(-1, dim).at[rows.reshape(-1)].set(new.reshape(-1, dim), mode="promise_in_bounds")
     return flat.reshape(pool.shape)

@@ -1,9 +1,14 @@
-"""The same ids on a mesh of two devices, in a process of its own: the device count is set at start."""
+"""Meshes of several devices, in processes of their own: the device count is set at start.
+
+The tiny model has two KV heads: two devices hold one each, four hold both.
+"""
 
 import json
 import os
 import subprocess
 import sys
+
+import pytest
 
 SCRIPT = """
 import json, sys
@@ -17,18 +22,56 @@ outputs = llm.generate([[1, 2, 3], list(range(40))], params, use_tqdm=False)
 print(json.dumps([o.outputs[0].token_ids for o in outputs]))
 """
 
+COPIES = """
+import json, sys
+import jax
+from jaxserve.core import JaxserveError
+from jaxserve.loading import load_model, resolve_model
+from jaxserve.runtime import make_mesh
+from jaxserve.runtime.programs import ProgramTable, _check_in_place
+from jaxserve.tables import Bucket
+mesh = make_mesh(int(sys.argv[2]))
+loaded = load_model(resolve_model(sys.argv[1]), "float32", mesh=mesh)
+programs = ProgramTable(loaded.config, loaded.params, mesh, page_size=16, max_num_seqs=4, dtype="float32",
+                        implementation="cpu")
+if sys.argv[3:] == ["unpartitioned"]:
+    jax.shard_map = lambda function, **_: function
+found = []
+for bucket in (Bucket(4, 0, 0, 4), Bucket(4, 16, 4, 4)):
+    program = programs.compile(bucket, 2000)
+    try:
+        _check_in_place(bucket, program, programs._pool(2000))
+        found.append(program.memory_analysis().temp_size_in_bytes)
+    except JaxserveError as e:
+        found.append(str(e))
+print(json.dumps(found))
+"""
 
-def run(model, devices):
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+
+def run(script, *args):
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model), str(devices)], env=env, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script, *map(str, args)], env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_two_devices_give_the_ids_of_one(tiny_model_dir):
-    assert run(tiny_model_dir, 2) == run(tiny_model_dir, 1)
+def test_more_devices_give_the_ids_of_one(tiny_model_dir):
+    one = run(SCRIPT, tiny_model_dir, 1)
+    assert run(SCRIPT, tiny_model_dir, 2) == one
+    assert run(SCRIPT, tiny_model_dir, 4) == one
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_no_device_copies_or_gathers_the_pool(tiny_model_dir, devices):
+    pool_bytes = 2 * 2000 * 2 * (2 if devices == 4 else 1) * 16 * 16 * 4
+    assert all(temp < pool_bytes / 8 for temp in run(COPIES, tiny_model_dir, devices))
+
+
+def test_a_step_that_gathers_the_pool_is_refused_at_warm_up(tiny_model_dir):
+    for message in run(COPIES, tiny_model_dir, 2, "unpartitioned"):
+        assert "copies the KV pool of 8192000 bytes at every step" in message and "all-gather f32[" in message
 
 
 def test_more_devices_than_there_are_is_refused(tiny_model_dir):

@@ -13,10 +13,11 @@ from pallas_kernels.paged_attention import paged_attention
 SHAPE = (3, 7, 2, 2, 4, 8)
 
 
-def test_only_the_named_slots_change():
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_only_the_named_slots_change(kv_heads):
     rng = np.random.default_rng(0)
-    pool = rng.normal(size=SHAPE).astype(np.float32)
-    k, v = rng.normal(size=(2, 4, 2, 8)).astype(np.float32)
+    pool = rng.normal(size=(*SHAPE[:3], kv_heads, *SHAPE[4:])).astype(np.float32)
+    k, v = rng.normal(size=(2, 4, kv_heads, 8)).astype(np.float32)
     page_ids, offsets = [5, 2, 5, 6], [0, 3, 1, 3]
     wanted = pool.copy()
     for token, (page, offset) in enumerate(zip(page_ids, offsets, strict=True)):
@@ -58,13 +59,14 @@ def test_a_pool_beyond_int32_rows_is_refused():
 
 @pytest.mark.parametrize("layers", ["unrolled", "scanned"])
 @pytest.mark.parametrize("tokens", [8, 64])
-def test_a_donated_pool_is_not_copied(layers, tokens):
-    shape = (4, 257, 2, 2, 16, 32)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_a_donated_pool_is_not_copied(kv_heads, layers, tokens):
+    shape = (4, 257, 2, kv_heads, 16, 32)
     pool = jax.ShapeDtypeStruct(shape, jnp.float32)
     pool_bytes = 4 * int(np.prod(shape))
 
     def layer(index, pool, q, page_ids):
-        pool = write_kv(pool, index, q[:, :2], q[:, 2:], page_ids, page_ids % 16)
+        pool = write_kv(pool, index, q[:, :kv_heads], q[:, -kv_heads:], page_ids, page_ids % 16)
         if tokens == 8:
             table, starts = jnp.broadcast_to(page_ids[:4], (8, 4)), None
         else:
