@@ -97,6 +97,11 @@ class AsyncEngine:
         return self.engine.max_model_len
 
     @property
+    def max_choices(self) -> int:
+        """Most choices that can run and wait at once."""
+        return self.config.max_num_seqs + self.config.max_queue_requests
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.engine.tokenizer
@@ -138,7 +143,11 @@ class AsyncEngine:
             prompt_token_ids = engine.tokenizer.encode(prompt)
         request_id = request_id or f"req-{secrets.token_hex(8)}"
         try:
-            self._check_choices(params.n)
+            if params.n > self.max_choices:
+                raise ValueError(
+                    f"n is {params.n}; at most {self.max_choices} choices can run and wait at once"
+                    " (max_num_seqs + max_queue_requests)"
+                )
             requests = make_requests(
                 prompt_token_ids,
                 params,
@@ -268,13 +277,6 @@ class AsyncEngine:
     def _live(self) -> list[RequestStream]:
         with self._streams_lock:
             return list(self._streams.values())
-
-    def _check_choices(self, n: int) -> None:
-        most = self.config.max_num_seqs + self.config.max_queue_requests
-        if n > most:
-            raise ValueError(
-                f"n is {n}; at most {most} choices can run and wait at once (max_num_seqs + max_queue_requests)"
-            )
 
     def _push(self, stream: RequestStream, live: dict[str, None], choice_id: str, delta: OutputDelta) -> None:
         # Forgotten first: a client that reads the end may reuse the id at once.

@@ -176,7 +176,7 @@ def _check_in_place(bucket: Bucket, program: Any, pool: jax.ShapeDtypeStruct) ->
         )
     # A copy of the pool is temporary memory of its size; the text, which is long, is read only then.
     if analysis.temp_size_in_bytes >= pool_bytes:
-        copies = _copies(program.as_text(), {math.prod(pool.shape), math.prod(local_shape)}, pool.shape[-1])
+        copies = _copies(program.as_text(), {pool.shape, local_shape})
         if copies:
             raise JaxserveError(
                 f"the step of bucket {bucket.name} copies the KV pool of {pool_bytes} bytes at every step:"
@@ -188,11 +188,12 @@ _COPY = re.compile(r"= \(?(\w+\[([\d,]+)\])[^ ]* (copy|copy-start|all-gather|all
 """An instruction of compiled HLO that makes a new array of its input's numbers: type, shape, opcode."""
 
 
-def _copies(hlo: str, sizes: set[int], head_dim: int) -> list[str]:
-    """Instructions of `_COPY` that yield one of `sizes` numbers in rows of `head_dim`, as `opcode type`."""
-    found = []
-    for array, dims, opcode in _COPY.findall(hlo):
-        shape = [int(size) for size in dims.split(",")]
-        if math.prod(shape) in sizes and shape[-1] == head_dim:
-            found.append(f"{opcode} {array}")
-    return found
+def _copies(hlo: str, shapes: set[tuple[int, ...]]) -> list[str]:
+    """Instructions of `_COPY` that yield a pool of one of `shapes`, also seen as pages or rows: `opcode type`."""
+    views = {view for *rest, size, dim in shapes for view in ((*rest, size, dim), (math.prod(rest), size, dim))}
+    views |= {(math.prod(shape[:-1]), shape[-1]) for shape in shapes}
+    return [
+        f"{opcode} {array}"
+        for array, dims, opcode in _COPY.findall(hlo)
+        if tuple(int(size) for size in dims.split(",")) in views
+    ]

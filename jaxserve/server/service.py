@@ -168,7 +168,18 @@ class GenerationService:
           prompts: token ids of each.
           params_of: sampling settings for a prompt of that many tokens.
           request_id: of a single prompt; prompt i of several is `request_id-i`.
+
+        Raises:
+          ApiError: 400; a prompt is empty, or the choices could never all be live at once.
         """
+        params = [params_of(len(ids)) for ids in prompts]
+        asked = sum(each.n for each in params)
+        if len(prompts) > 1 and asked > self.engine.max_choices:
+            message = (
+                f"{len(prompts)} prompts ask for {asked} choices in all; the limit is {self.engine.max_choices}"
+                " (max_num_seqs + max_queue_requests): send fewer per request"
+            )
+            raise ApiError("invalid", message, param="prompt")
         streams: list[StreamApi] = []
         try:
             for index, ids in enumerate(prompts):
@@ -177,7 +188,7 @@ class GenerationService:
                 streams.append(
                     self.engine.submit(
                         prompt_token_ids=ids,
-                        params=params_of(len(ids)),
+                        params=params[index],
                         request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                         priority=priority,
                         deadline_s=deadline_s,

@@ -161,6 +161,7 @@ class FakeEngine:
         self.error: BaseException | None = None
         self.model_name = "fake"
         self.max_model_len = 100
+        self.max_choices = 1000
         self.created = 1
         self.tokenizer = ByteTokenizer()
         self.metrics = FakeMetrics()

@@ -86,7 +86,15 @@ def test_choices_that_do_not_all_fit_are_refused_together(small_server):
         small_server.call(one.cancel)
         # More than slots and queue together hold can never be accepted, so a retry is not suggested.
         assert "n is 6" in error_of(client.post("/v1/completions", json=BODY | {"n": 6}), 400)["message"]
-        error_of(client.post("/v1/completions", json=BODY | {"prompt": ["a"] * 6}), 429)
+        for prompts, n in ((["a"] * 6, 1), (["a"] * 3, 2), ([[1, 2]] * 2, 6)):
+            error = error_of(client.post("/v1/completions", json=BODY | {"prompt": prompts, "n": n}), 400)
+            assert (
+                f"{len(prompts)} prompts ask for {len(prompts) * n} choices in all; the limit is 5" in error["message"]
+            )
+            assert error["param"] == "prompt"
+        one = small_server.call(lambda: submit(small_server))
+        error_of(client.post("/v1/completions", json=BODY | {"prompt": ["a"] * 5}), 429)
+        small_server.call(one.cancel)
         until(lambda: engine.scheduler.num_running + engine.scheduler.num_waiting == 0, 2, "nothing was left behind")
         engine.gate.set()
         assert client.post("/v1/completions", json=BODY | {"n": 5}).status_code == 200
