@@ -59,6 +59,7 @@ class ProgramTable:
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._state = self._on_mesh(abstract_slot_state(max_num_seqs, config.vocab_size))
         self._steps: dict[Bucket, Any] = {}
+        self._measured: dict[tuple[Bucket, int], Any] = {}
         self._place: Any = None
 
     def get(self, bucket: Bucket) -> Any:
@@ -96,15 +97,14 @@ class ProgramTable:
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
             return jitted.lower(self._params, pool, self._state, *blobs).compile()
 
-    def workspace_bytes(self, bucket: Bucket, num_pages: int | None) -> int:
+    def workspace_bytes(self, bucket: Bucket, num_pages: int) -> int:
         """Temporary and output bytes of a bucket's step.
 
-        They do not depend on the pool's size, so when that is not known yet a pool of 2 pages stands
-        in; otherwise the program compiled here is the one that will run.
+        They do not depend on the pool's size, so a guess at `num_pages` does; if it is right, warm-up
+        takes the program compiled here.
         """
-        program = self.compile(bucket, num_pages or 2)
-        if num_pages is not None:
-            self._steps[bucket] = program
+        program = self.compile(bucket, num_pages)
+        self._measured = {(bucket, num_pages): program}
         return _workspace(program)
 
     def warm_up(self, buckets: list[Bucket], num_pages: int, progress: Progress | None = None) -> None:
@@ -123,16 +123,17 @@ class ProgramTable:
         if progress:
             progress(1, total, "slot placement")
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="compile") as threads:
-            waiting = {threads.submit(self._kept_or_compiled, b, num_pages): b for b in reversed(buckets)}
+            waiting = {threads.submit(self._measured_or_compiled, b, num_pages): b for b in reversed(buckets)}
             for done, future in enumerate(as_completed(waiting), start=2):
                 bucket, program = waiting[future], future.result()
                 _check_in_place(bucket, program, pool)
                 self._steps[bucket] = program
                 if progress:
                     progress(done, total, bucket.name)
+        self._measured = {}
 
-    def _kept_or_compiled(self, bucket: Bucket, num_pages: int) -> Any:
-        return self._steps.get(bucket) or self.compile(bucket, num_pages)
+    def _measured_or_compiled(self, bucket: Bucket, num_pages: int) -> Any:
+        return self._measured.get((bucket, num_pages)) or self.compile(bucket, num_pages)
 
     def _pool(self, num_pages: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(

@@ -215,16 +215,21 @@ class ModelRunner:
             # Host "devices" share one memory, and the weights are in it already.
             free = free // self._mesh.size + weights
         page = pool_shape(self._model_config, 1, config.page_size)
+        page_bytes = _bytes_on_a_device(page, config.dtype, pool_sharding(self._model_config, self._mesh))
         state = abstract_slot_state(config.max_num_seqs, self._model_config.vocab_size)
+        most_pages = config.max_num_seqs * shape.pages_per_seq + 1
+        allowed = int(free * config.memory_fraction)
+        # As many pages as there will be if memory is ample: the program compiled here is then the one that runs.
+        guess = max(2, min(most_pages, (allowed - weights) // page_bytes))
         return make_plan(
-            allowed_bytes=int(free * config.memory_fraction),
+            allowed_bytes=allowed,
             weights_bytes=weights,
-            workspace_bytes=self._programs.workspace_bytes(self.buckets.all()[-1], config.num_pages),
+            workspace_bytes=self._programs.workspace_bytes(self.buckets.all()[-1], config.num_pages or guess),
             state_bytes=sum(_bytes_on_a_device(x.shape, x.dtype, self._replicated) for x in state),
-            page_bytes=_bytes_on_a_device(page, config.dtype, pool_sharding(self._model_config, self._mesh)),
+            page_bytes=page_bytes,
             page_size=config.page_size,
             num_pages=config.num_pages,
-            most_pages=config.max_num_seqs * shape.pages_per_seq + 1,
+            most_pages=most_pages,
         )
 
 
