@@ -15,11 +15,22 @@ from jaxserve.config.engine_config import (
     PREEMPTIONS,
     RESERVATIONS,
     EngineConfig,
+    SchedulerConfig,
 )
 from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, TextParser
 
 ENGINE_COMMANDS = frozenset({"server"})
 """Commands that take every engine flag."""
+
+SIMULATED = frozenset(field.name for field in fields(SchedulerConfig)) | {
+    "enable_chunked_prefill",
+    "memory_fraction",
+    "tensor_parallel_size",
+    "trace_file",
+}
+"""Engine flags that `simulate` takes too: the scheduler's, and those that decide its memory and trace."""
+COST_MODELS = ("unit", "linear", "roofline")
+CHIPS = ("v5e", "v5p", "v6e", "h100", "h200")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -51,11 +62,27 @@ _PORT = IntParser(0, 65535)
 
 
 def _engine(heading: str, *flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
-    return [Flag(name, heading, parser, text, _DEFAULTS[name], ENGINE_COMMANDS) for name, parser, text in flags]
+    return [
+        Flag(
+            name,
+            heading,
+            parser,
+            text,
+            _DEFAULTS[name],
+            ENGINE_COMMANDS | {"simulate"} if name in SIMULATED else ENGINE_COMMANDS,
+        )
+        for name, parser, text in flags
+    ]
 
 
 def _server(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
     return [Flag(name, heading, parser, text, default, frozenset({"server"})) for name, parser, default, text in flags]
+
+
+def _simulate(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
+    return [
+        Flag(name, heading, parser, text, default, frozenset({"simulate"})) for name, parser, default, text in flags
+    ]
 
 
 def _bench(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
@@ -63,6 +90,45 @@ def _bench(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> l
 
 
 FLAGS: tuple[Flag, ...] = (
+    *_simulate(
+        "Simulation",
+        ("scenario", _TEXT, None, "scenario file: requests by iteration, and the trace they should give"),
+        ("workload", _TEXT, None, "workload file: arrivals and lengths, a list of requests, or a recorded trace"),
+        ("output", _TEXT, None, "write the result to this file, as JSON"),
+        ("plots", _TEXT, None, "draw the run, or the sweep, into this folder; needs the plots extra"),
+        ("plot_format", ChoiceParser(("svg", "png")), "svg", "of the plots"),
+        ("lag", IntParser(0, 1), 0, "iterations that the host plans ahead of the device"),
+        ("iteration_limit", _COUNT, None, "stop after so many iterations; default: a million in a scenario"),
+        ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged"),
+    ),
+    *_simulate(
+        "Cost of an iteration",
+        ("cost_model", ChoiceParser(COST_MODELS), "unit", "unit: 1 s; linear: from cost_file; roofline: of a chip"),
+        ("cost_file", _TEXT, None, "coefficients of the linear model, as tools/fit_cost_model writes them"),
+        ("chip", ChoiceParser(CHIPS), "h100", "of the roofline"),
+        ("model_config", _TEXT, "configs/models/llama-3.1-8b.json", "config.json of the roofline's model"),
+        ("weight_bits", IntParser(1, 32), 16, "bits of a weight, for the roofline"),
+        ("kv_bits", IntParser(1, 32), 16, "bits of a number in the KV cache, for the roofline"),
+        ("compute_efficiency", FloatParser(low=1e-3), 0.6, "share of the chip's FLOP/s that is reached"),
+        ("memory_efficiency", FloatParser(low=1e-3), 0.8, "share of the chip's bandwidth that is reached"),
+        ("overhead_s", FloatParser(low=0), 5e-4, "seconds of an iteration outside the roofline: host and launch"),
+    ),
+    *_simulate(
+        "Objectives and sweeps",
+        ("slo_ttft_s", FloatParser(low=0), None, "most seconds from arrival to first token"),
+        ("slo_itl_s", FloatParser(low=0), None, "most seconds between any two successive tokens"),
+        ("slo_tpot_s", FloatParser(low=0), None, "most seconds per output token after the first"),
+        ("slo_share", FloatParser(low=0), 0.99, "share of the offered requests that must meet their objectives"),
+        ("rate", FloatParser(low=1e-9), None, "requests per second instead of the workload's own"),
+        ("sweep_rates", ListParser(FloatParser(low=1e-9)), None, "run at each of these rates, as 1,2,4"),
+        ("find_rate", _BOOL, False, "find the highest rate at which slo_share of the requests meet their objectives"),
+        ("sweep", _TEXT, None, "run with each value of a scheduler flag, as prefill_chunk=128,256,512"),
+    ),
+    *_simulate(
+        "Scheduling beyond the server's flags",
+        ("arrivals_claim_slots", _BOOL, False, "an arrival may take a free slot ahead of the waiting queue"),
+        ("max_prefill_seqs", _COUNT, 8, "most requests with a prompt chunk in one iteration"),
+    ),
     *_engine(
         "Model",
         ("model", _TEXT, "smollm2-135m (demo), a Hugging Face directory, a .gguf, an Orbax directory or a hub id"),

@@ -27,8 +27,13 @@ from jaxserve.config.flag_table import FLAGS, Flag
 SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
     "bench": "Measures speed. WHAT is the first argument: offline, decode_ratio or startup.",
+    "simulate": "Runs the serving scheduler under a simulated clock, without a model or a device.",
 }
-USAGES = {"server": "python -m jaxserve.server", "bench": "python -m jaxserve.bench WHAT"}
+USAGES = {
+    "server": "python -m jaxserve.server",
+    "bench": "python -m jaxserve.bench WHAT",
+    "simulate": "python -m jaxserve.simulate",
+}
 _EXIT_USAGE = 2
 _WIDTH = 100
 
