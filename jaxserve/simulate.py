@@ -55,6 +55,16 @@ def _run_scenario(flags: FlagValues) -> int:
     return 0 if difference is None else _EXIT_DIFFERENT
 
 
+def _run_workload(flags: FlagValues) -> int:
+    # Only a workload needs numpy and rich; a scenario starts at once.
+    from jaxserve.sim.command import run_workload
+
+    document = run_workload(flags)
+    if flags.output is not None:
+        _write(flags.output, document)
+    return 0
+
+
 def _write(path: str | None, document: Any) -> None:
     """To a file, or to stdout without one."""
     text = json.dumps(document, indent=1) + "\n"

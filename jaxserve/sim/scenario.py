@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.core import Priority
 from jaxserve.sim.cost_model import UnitCost
 from jaxserve.sim.json_fields import JsonFields, read_json
 from jaxserve.sim.request_log import COMPLETED, RequestLog
 from jaxserve.sim.simulator import Simulator
 from jaxserve.sim.source import Arrival, TimedSource, make_request, prompt_of
+from jaxserve.sim.workload import parse_priority, priority_name
 
 POLICY_NAMES = {
     "max_active": "max_num_seqs",
@@ -208,21 +208,11 @@ def _settings(policy: Mapping[str, Any], arrivals: list[Arrival]) -> dict[str, A
 def _arrival(entry: JsonFields, number: int) -> Arrival:
     request_id = entry.text("id")
     at = entry.integer("arrival", 0)
-    priority = _priority(entry)
+    priority = parse_priority(entry)
     num_prompt, num_output = entry.integer("prompt", 1), entry.integer("output", 1)
     entry.close()
-    request = make_request(request_id, prompt_of(number, num_prompt), num_output, priority=priority[0])
-    return Arrival(float(at), request, num_output, priority[1])
-
-
-def _priority(entry: JsonFields) -> tuple[int, str]:
-    value = entry.any("priority", "normal")
-    if isinstance(value, int) and not isinstance(value, bool) and Priority.MIN <= value <= Priority.MAX:
-        return value, str(value)
-    if isinstance(value, str) and value in Priority.NAMES:
-        return Priority.NAMES[value], value
-    names = ", ".join(Priority.NAMES)
-    raise ValueError(f"{entry.name_of('priority')} is {value!r}; it must be one of {names}, or a 32-bit integer")
+    request = make_request(request_id, prompt_of(number, num_prompt), num_output, priority=priority)
+    return Arrival(float(at), request, num_output, priority_name(priority))
 
 
 def _check_expected(expected: JsonFields) -> None:
