@@ -28,11 +28,13 @@ SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
     "bench": "Measures speed. WHAT is the first argument: offline, decode_ratio or startup.",
     "simulate": "Runs the serving scheduler under a simulated clock, without a model or a device.",
+    "fit_cost_model": "Fits the simulator's linear cost model to the trace of an engine.",
 }
 USAGES = {
     "server": "python -m jaxserve.server",
     "bench": "python -m jaxserve.bench WHAT",
     "simulate": "python -m jaxserve.simulate",
+    "fit_cost_model": "tools/fit_cost_model TRACE",
 }
 _EXIT_USAGE = 2
 _WIDTH = 100

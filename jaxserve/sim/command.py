@@ -76,10 +76,10 @@ class WorkloadCommand:
     def settings(self) -> dict[str, Any]:
         """What was asked for, for the output."""
         flags = self._flags
-        names = ("workload", "rate", "lag", "cost_model", "cost_file")
+        names = ["workload", "rate", "lag", "cost_model", "cost_file"]
         if flags.cost_model == "roofline":
-            names += ("chip", "model_config", "tensor_parallel_size", "weight_bits", "kv_bits")
-            names += ("compute_efficiency", "memory_efficiency", "overhead_s", "memory_fraction")
+            names += ["chip", "model_config", "tensor_parallel_size", "weight_bits", "kv_bits"]
+            names += ["compute_efficiency", "memory_efficiency", "overhead_s", "memory_fraction"]
         return {name: flags[name].value for name in names}
 
     def explanation(self, config: SchedulerConfig) -> list[str]:
@@ -163,6 +163,10 @@ def _cost_model(flags: FlagValues) -> CostModel:
         raise ValueError(f"cost_file is given and cost_model is {flags.cost_model}; only linear reads it")
     if flags.cost_model == "unit":
         return UnitCost()
+    if flags.model_config is None:
+        raise ValueError(
+            "cost_model is roofline; say of which model with model_config, as configs/models/llama-3.1-8b.json"
+        )
     return RooflineCost(
         CHIPS[flags.chip],
         ModelShape.from_file(flags.model_config),

@@ -75,7 +75,9 @@ class ModelShape:
                 )
         hidden, heads = fields.integer("hidden_size", 1), fields.integer("num_attention_heads", 1)
         # null stands for "as usual", as in the model library.
-        kv_heads = heads if fields.any("num_key_value_heads", None) is None else fields.integer("num_key_value_heads", 1)
+        kv_heads = (
+            heads if fields.any("num_key_value_heads", None) is None else fields.integer("num_key_value_heads", 1)
+        )
         head_dim = hidden // heads if fields.any("head_dim", None) is None else fields.integer("head_dim", 1)
         return cls(
             num_layers=fields.integer("num_hidden_layers", 1),

@@ -33,12 +33,21 @@ from jaxserve.sim.source import Arrival, Source, TimedSource, make_request, prom
 class Workload(Protocol):
     """Requests with their arrivals; every source is the same sequence from its beginning."""
 
-    name: str
-    num_requests: int
-    longest: int
-    """Most tokens, prompt and declared output, of a request."""
-    rate: float | None
-    """Requests per second; None where it follows from the system, or all come at once."""
+    @property
+    def name(self) -> str:
+        """For titles."""
+
+    @property
+    def num_requests(self) -> int:
+        """How many a source holds."""
+
+    @property
+    def longest(self) -> int:
+        """Most tokens, prompt and declared output, of a request."""
+
+    @property
+    def rate(self) -> float | None:
+        """Requests per second; None where it follows from the system, or all come at once."""
 
     def source(self) -> Source:
         """From the first request on."""
