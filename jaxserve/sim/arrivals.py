@@ -1,13 +1,13 @@
 """Arrivals: when requests come.
 
-| kind | fields | instants |
-|---|---|---|
-| poisson | rate | gaps are exponential with mean 1 / rate |
-| gamma | rate, cv | gaps are gamma distributed with that mean and coefficient of variation: cv 1 is poisson, above 1 bursty |
-| constant | rate | gaps are 1 / rate |
-| batch | - | all at 0 |
-| trace | times | as listed, seconds, ascending |
-| closed_loop | concurrency, think_s (0) | so many clients; each sends its next request `think_s` after its last one ended |
+    poisson      rate                       gaps are exponential with mean 1 / rate
+    gamma        rate, cv                   gamma distributed with that mean and coefficient of variation:
+                                            cv 1 is poisson, above 1 bursty
+    constant     rate                       gaps are 1 / rate
+    batch        -                          all at 0
+    trace        times                      as listed, seconds, ascending
+    closed_loop  concurrency, think_s (0)   so many clients; each sends its next request `think_s` after its
+                                            last one ended
 
 The first request of an open loop comes one gap after 0. Gaps are drawn with mean 1 and divided by the rate:
 at another rate the same pattern comes faster or slower. A client of a closed loop that is refused waits

@@ -70,7 +70,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 def _console() -> Console:
     # Wide enough for every column also where there is no terminal to ask.
-    return Console(width=max(Console().width, 130), highlight=False)
+    return Console(width=max(Console().width, 150), highlight=False)
 
 
 def _at(figures: Any, path: str) -> Any:

@@ -2,12 +2,12 @@
 
 A scenario file is a JSON object:
 
-| field | meaning |
-|---|---|
-| scenario | its name, optional |
-| policy | max_active (slots), max_queue (requests that wait), token_budget, prefill_chunk, priority_preemption; and any field of `SchedulerConfig` by its own name |
-| requests | list of id, arrival (iteration), priority ("high", "normal", "low" or an integer), prompt and output (tokens) |
-| expected | termination, trace and requests to compare with, optional |
+    scenario   its name, optional
+    policy     max_active (slots), max_queue (requests that wait), token_budget, prefill_chunk,
+               priority_preemption; and any other field of `SchedulerConfig` by its own name
+    requests   list of id, arrival (iteration), priority ("high", "normal", "low" or an integer),
+               prompt and output (tokens)
+    expected   termination, trace and requests to compare with, optional
 
 One iteration takes one unit of time. Requests of one arrival are added in file order, and may claim a free
 slot ahead of the queue. KV pages, queued tokens and the number of chunks are not limited, unless the

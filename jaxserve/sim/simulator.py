@@ -104,6 +104,7 @@ class Simulator:
         self._lag = lag
         self._max_iterations = max_iterations
         self._live: dict[str, LiveRequest] = {}
+        self._just_ended: dict[str, LiveRequest] = {}  # since the last plan, which may name them as preempted
         self._flights: deque[tuple[StepPlan, float]] = deque()  # with the instant of the plan's end
         self._device_free_at = 0.0
         self._now = 0.0
@@ -156,8 +157,8 @@ class Simulator:
         self._flights.append((plan, self._device_free_at))
         log = self._result.log
         for request_id in plan.preempted:
-            if request_id in self._live:
-                log.preempted(self._live[request_id])
+            log.preempted(self._live.get(request_id) or self._just_ended[request_id])
+        self._just_ended = {}
         for chunk in plan.prefill:
             log.started(self._live[chunk.request_id], began_at)
         self._count(plan, began_at, duration_s)
@@ -218,5 +219,6 @@ class Simulator:
                 self._result.log.token(live, self._now)
             if event.finish_reason is not None:
                 del self._live[event.request_id]
+                self._just_ended[event.request_id] = live
                 self._result.log.ended(live, _OUTCOMES[FinishReason(event.finish_reason)], self._now)
                 self._source.ended(self._now)

@@ -1,14 +1,13 @@
 """Workloads: requests drawn from the distributions of a file, the same ones every time.
 
-| field | meaning |
-|---|---|
-| name | optional |
-| num_requests | how many; with `arrivals` of kind trace at most as many as its times |
-| seed | of every draw; 0 by default |
-| arrivals | see `arrivals.py` |
-| prompt, output | tokens, see `lengths.py` |
-| max_tokens | declared output, where it is more than what comes out: a distribution; default: `output` itself |
-| classes | optional list of objects with name, share, priority, tenant, deadline_s, shared_prefix, and their own prompt, output and max_tokens where these differ |
+    name            optional
+    num_requests    how many; with arrivals of kind trace at most as many as its times
+    seed            of every draw; 0 by default
+    arrivals        see `arrivals.py`
+    prompt, output  tokens, see `lengths.py`
+    max_tokens      declared output where it is more than what comes out, a distribution; default: `output`
+    classes         optional list of name, share, priority, tenant, deadline_s, shared_prefix, and of prompt,
+                    output and max_tokens where they differ from the above
 
 Every distribution draws from a stream of its own, so another rate or another output length leaves the rest
 of the draws as they were.
