@@ -16,11 +16,12 @@ from typing import Any
 
 from absl.flags import FlagValues
 
-from jaxserve.config.flags import exit_with, parse_flags
+from jaxserve.config.flags import exit_with, flags_of, parse_flags
 from jaxserve.sim import scenario as scenarios
-from jaxserve.sim.settings import given_settings
+from jaxserve.sim.settings import SETTINGS, given_settings
 
 _EXIT_DIFFERENT = 1
+_OF_SCENARIOS = {"scenario", "output", "iteration_limit", "log_level", *SETTINGS}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,10 +31,10 @@ def main(argv: Sequence[str]) -> None:
       SystemExit: 1 when a scenario's result is not the expected one, 2 on a mistake in flags or files.
     """
     flags = parse_flags("simulate", argv)
-    if (flags.scenario is None) == (flags.workload is None):
+    if bool(flags.scenario) == bool(flags.workload):
         exit_with("give either --scenario=FILE or --workload=FILE")
     try:
-        status = _run_scenario(flags) if flags.scenario is not None else _run_workload(flags)
+        status = _run_scenario(flags) if flags.scenario else _run_workload(flags)
     except ValueError as error:
         exit_with(str(error))
     except OSError as error:
@@ -42,6 +43,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _run_scenario(flags: FlagValues) -> int:
+    for flag in flags_of("simulate"):
+        if flag.name not in _OF_SCENARIOS and flags[flag.name].present:
+            raise ValueError(f"{flag.name} is given with scenario; it is for a workload, leave it out")
     scenario = scenarios.load_scenario(flags.scenario, given_settings(flags))
     output = scenarios.run_scenario(scenario, flags.iteration_limit or scenarios.DEFAULT_LIMIT)
     _write(flags.output, output)

@@ -111,7 +111,7 @@ def listed_workload(document: Any, where: str) -> FixedWorkload:
     entries = [
         _entry(JsonFields(each, f"{where}.requests[{index}]")) for index, each in enumerate(top.items("requests"))
     ]
-    return _fixed(top.text("name", where), entries, where)
+    return _fixed(top.text("name", Path(where).stem), entries, where)
 
 
 def recorded_workload(path: str | Path) -> FixedWorkload:

@@ -1,11 +1,11 @@
 """Lengths: distributions of token counts, drawn in blocks from a numpy Generator.
 
-    constant     value                        always `value`; a bare number means this
-    uniform      low, high                    integers from low to high, both included
-    exponential  mean, max, min (1)           rounded, then clipped into [min, max]
-    lognormal    median, sigma, max, min (1)  exp of a normal with mean log(median) and deviation sigma; rounded,
-                                              clipped
-    list         values                       one of the values, all equally likely
+constant     value                        always `value`; a bare number means this
+uniform      low, high                    integers from low to high, both included
+exponential  mean, max, min (1)           rounded, then clipped into [min, max]
+lognormal    median, sigma, max, min (1)  exp of a normal with mean log(median) and deviation sigma; rounded,
+                                          clipped
+list         values                       one of the values, all equally likely
 """
 
 from __future__ import annotations

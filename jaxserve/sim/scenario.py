@@ -71,7 +71,7 @@ def load_scenario(path: str | Path, overrides: Mapping[str, Any] | None = None) 
 def parse_scenario(document: Any, where: str, overrides: Mapping[str, Any] | None = None) -> Scenario:
     """Reads a scenario; `where` names it in messages. See `load_scenario`."""
     top = JsonFields(document, where)
-    name = top.text("scenario", where)
+    name = top.text("scenario", Path(where).stem)
     policy = _policy(top.object("policy"))
     for short, long in POLICY_NAMES.items():
         if overrides and long in overrides:

@@ -11,10 +11,13 @@ from absl.flags import FlagValues
 from jaxserve.config import SchedulerConfig
 from jaxserve.config.flag_table import FLAGS
 
+SETTINGS = tuple(field.name for field in fields(SchedulerConfig))
+"""Every setting of the scheduler; each is a flag."""
+
 
 def given_settings(flags: FlagValues) -> dict[str, Any]:
     """Settings that the command line names itself."""
-    return {field.name: flags[field.name].value for field in fields(SchedulerConfig) if flags[field.name].present}
+    return {name: flags[name].value for name in SETTINGS if flags[name].present}
 
 
 def scheduler_config(
@@ -30,7 +33,7 @@ def scheduler_config(
     Raises:
       ValueError: settings that break a rule.
     """
-    settings: dict[str, Any] = {field.name: flags[field.name].value for field in fields(SchedulerConfig)}
+    settings: dict[str, Any] = {name: flags[name].value for name in SETTINGS}
     settings |= changes or {}
     if settings["max_model_len"] is None:
         settings["max_model_len"] = max(max_model_len, 2)
@@ -58,8 +61,7 @@ def parse_sweep(text: str) -> tuple[str, list[Any]]:
     """
     name, equals, values = text.partition("=")
     name = name.strip().lstrip("-").replace("-", "_")
-    names = {field.name for field in fields(SchedulerConfig)}
-    parsers = {flag.name: flag.parser for flag in FLAGS if "simulate" in flag.commands and flag.name in names}
+    parsers = {flag.name: flag.parser for flag in FLAGS if "simulate" in flag.commands and flag.name in SETTINGS}
     if name not in parsers or not equals:
         raise ValueError(f"sweep is {text!r}; it must be NAME=VALUE,VALUE with one of {', '.join(sorted(parsers))}")
     try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -182,7 +183,7 @@ def parse_workload(document: Any, where: str) -> DrawnWorkload:
         _class(JsonFields(entry, top.name_of(f"classes[{index}]")), prompt, output, max_tokens)
         for index, entry in enumerate(entries)
     ]
-    name, seed = top.text("name", where), top.integer("seed", 0, 0)
+    name, seed = top.text("name", Path(where).stem), top.integer("seed", 0, 0)
     top.close()
     if len({each.name for each in classes}) < len(classes):
         raise ValueError(f"{top.name_of('classes')} has two classes of one name; names must differ")

@@ -231,6 +231,8 @@ def test_a_bad_file_names_field_and_rule(tmp_path, capsys, change, message):
         ((f"--scenario={__file__}",), "test_scenarios.py is not JSON"),
         ((), "give either --scenario=FILE or --workload=FILE"),
         (("--scenario=a", "--workload=b"), "give either --scenario=FILE or --workload=FILE"),
+        (("--scenario=a", "--lag=1"), "lag is given with scenario; it is for a workload"),
+        (("--scenario=a", "--trace_file=b"), "trace_file is given with scenario; it is for a workload"),
     ],
 )
 def test_a_bad_command_line_is_answered(capsys, words, message):
