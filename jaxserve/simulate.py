@@ -60,7 +60,7 @@ def _run_scenario(flags: FlagValues) -> int:
 
 
 def _run_workload(flags: FlagValues) -> int:
-    # Only a workload needs numpy and rich; a scenario starts at once.
+    # Only a workload prints tables: a scenario starts without rich.
     from jaxserve.sim.command import run_workload
 
     document = run_workload(flags)
