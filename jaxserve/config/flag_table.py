@@ -23,12 +23,13 @@ ENGINE_COMMANDS = frozenset({"server"})
 """Commands that take every engine flag."""
 
 SIMULATED = frozenset(field.name for field in fields(SchedulerConfig)) | {
+    "dtype",
     "enable_chunked_prefill",
     "memory_fraction",
     "tensor_parallel_size",
     "trace_file",
 }
-"""Engine flags that `simulate` takes too: the scheduler's, and those that decide its memory and trace."""
+"""Engine flags that `simulate` takes too: the scheduler's, and those that decide sizes, chips and the trace."""
 COST_MODELS = ("unit", "linear", "roofline")
 CHIPS = ("v5e", "v5p", "v6e", "h100", "h200")
 
@@ -107,8 +108,8 @@ FLAGS: tuple[Flag, ...] = (
         ("cost_file", _TEXT, None, "coefficients of the linear model, as tools/fit_cost_model writes them"),
         ("chip", ChoiceParser(CHIPS), "h100", "of the roofline"),
         ("model_config", _TEXT, None, "the roofline's model: a config.json as in configs/models, or its directory"),
-        ("weight_bits", IntParser(1, 32), 16, "bits of a weight, for the roofline"),
-        ("kv_bits", IntParser(1, 32), 16, "bits of a number in the KV cache, for the roofline"),
+        ("weight_bits", IntParser(1, 32), None, "bits of a weight, for the roofline; default: dtype's"),
+        ("kv_bits", IntParser(1, 32), None, "bits of a number in the KV cache, for the roofline; default: dtype's"),
         ("compute_efficiency", FloatParser(low=1e-3), 0.6, "share of the chip's FLOP/s that is reached"),
         ("memory_efficiency", FloatParser(low=1e-3), 0.8, "share of the chip's bandwidth that is reached"),
         ("overhead_s", FloatParser(low=0), 5e-4, "seconds of an iteration outside the roofline: host and launch"),

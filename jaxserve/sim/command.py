@@ -20,6 +20,8 @@ from jaxserve.sim.simulator import MAX_ITERATIONS, SimulationResult, Simulator
 from jaxserve.sim.sweep import find_rate, sweep
 from jaxserve.sim.workload import Workload
 
+_BITS = {"float32": 32, "bfloat16": 16}
+
 
 class WorkloadCommand:
     """The flags, read once.
@@ -78,7 +80,7 @@ class WorkloadCommand:
         flags = self._flags
         names = ["workload", "rate", "lag", "cost_model", "cost_file"]
         if flags.cost_model == "roofline":
-            names += ["chip", "model_config", "tensor_parallel_size", "weight_bits", "kv_bits"]
+            names += ["chip", "model_config", "tensor_parallel_size", "dtype", "weight_bits", "kv_bits"]
             names += ["compute_efficiency", "memory_efficiency", "overhead_s", "memory_fraction"]
         return {name: flags[name].value for name in names}
 
@@ -171,8 +173,8 @@ def _cost_model(flags: FlagValues) -> CostModel:
         CHIPS[flags.chip],
         ModelShape.from_file(flags.model_config),
         num_chips=flags.tensor_parallel_size,
-        weight_bits=flags.weight_bits,
-        kv_bits=flags.kv_bits,
+        weight_bits=flags.weight_bits or _BITS[flags.dtype],
+        kv_bits=flags.kv_bits or _BITS[flags.dtype],
         compute_efficiency=flags.compute_efficiency,
         memory_efficiency=flags.memory_efficiency,
         overhead_s=flags.overhead_s,

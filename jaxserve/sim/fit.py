@@ -37,26 +37,12 @@ def trace_samples(path: str | Path) -> tuple[Matrix, Matrix]:
     Raises:
       ValueError: no trace, or one with fewer than `MIN_ITERATIONS` usable iterations.
     """
-    rows: list[tuple[float, ...]] = []
-    durations: list[float] = []
-    prompts: dict[str, int] = {}
-    written: dict[str, int] = {}  # tokens with K/V, per id
-    previous: dict[str, Any] | None = None
-    for record in read_trace(path):
-        for event in record.get("events", ()):
-            if event["kind"] == "add" and event["outcome"] != "duplicate_id":
-                prompts[event["id"]] = event["prompt"]
-                written[event["id"]] = 0
-        if record.get("kind") is not None:
-            continue
-        if previous is not None:
-            if previous["active"] or previous["queue"]:
-                durations.append(record["now"] - previous["now"])
-            else:
-                rows.pop()
-        rows.append(_work(record, prompts, written))
-        previous = record
-    rows = rows[: len(durations)]  # nobody knows how long the last took
+    try:
+        rows, durations = _samples(path)
+    except KeyError as error:
+        raise ValueError(
+            f"{path}: a record or request lacks {error}; a trace must be whole, from its header on"
+        ) from None
     if len(rows) < MIN_ITERATIONS:
         raise ValueError(
             f"{path} has {len(rows)} iterations that were followed by another at once; a fit needs {MIN_ITERATIONS}"
@@ -124,6 +110,29 @@ def main(argv: Sequence[str]) -> None:
     if flags.output:
         document = {**asdict(cost), "fit": {"trace": Path(trace).name, **quality}}
         Path(flags.output).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
+    rows: list[tuple[float, ...]] = []
+    durations: list[float] = []
+    prompts: dict[str, int] = {}
+    written: dict[str, int] = {}  # tokens with K/V, per id
+    previous: dict[str, Any] | None = None
+    for record in read_trace(path):
+        for event in record.get("events", ()):
+            if event["kind"] == "add" and event["outcome"] != "duplicate_id":
+                prompts[event["id"]] = event["prompt"]
+                written[event["id"]] = 0
+        if record.get("kind") is not None:
+            continue
+        if previous is not None:
+            if previous["active"] or previous["queue"]:
+                durations.append(record["now"] - previous["now"])
+            else:
+                rows.pop()
+        rows.append(_work(record, prompts, written))
+        previous = record
+    return rows[: len(durations)], durations  # nobody knows how long the last took
 
 
 def _work(record: dict[str, Any], prompts: dict[str, int], written: dict[str, int]) -> tuple[float, ...]:

@@ -116,21 +116,12 @@ def listed_workload(document: Any, where: str) -> FixedWorkload:
 
 def recorded_workload(path: str | Path) -> FixedWorkload:
     """Reads the arrivals of a trace. See `load_workload`."""
-    entries: list[Entry] = []
-    by_id: dict[str, Entry] = {}
-    emitted: dict[int, int] = {}  # by identity of the entry
-    for record in read_trace(path):
-        for event in record.get("events", ()):
-            if event["kind"] == "add" and event["outcome"] != "duplicate_id":
-                entries.append(_from_event(event))
-                by_id[event["id"]] = entries[-1]
-        for request_id in chain(record.get("decode", ()), record.get("prefill_emitted", ())):
-            entry = by_id[request_id]
-            emitted[id(entry)] = emitted.get(id(entry), 0) + 1
-    for entry in entries:
-        # One that was refused emitted nothing: it may be admitted here, and would use what it declared.
-        entry.num_output = max(min(emitted.get(id(entry), entry.max_tokens), entry.max_tokens), 1)
-        entry.max_tokens = max(entry.max_tokens, 1)
+    try:
+        entries = _recorded_entries(path)
+    except KeyError as error:
+        raise ValueError(
+            f"{path}: a record or request lacks {error}; a trace must be whole, from its header on"
+        ) from None
     first_at = entries[0].at if entries else 0.0
     for entry in entries:
         entry.at -= first_at
@@ -156,6 +147,25 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not a trace (JSON lines, as --trace_file writes them): {error}") from None
+
+
+def _recorded_entries(path: str | Path) -> list[Entry]:
+    entries: list[Entry] = []
+    by_id: dict[str, Entry] = {}
+    emitted: dict[int, int] = {}  # by identity of the entry
+    for record in read_trace(path):
+        for event in record.get("events", ()):
+            if event["kind"] == "add" and event["outcome"] != "duplicate_id":
+                entries.append(_from_event(event))
+                by_id[event["id"]] = entries[-1]
+        for request_id in chain(record.get("decode", ()), record.get("prefill_emitted", ())):
+            entry = by_id[request_id]
+            emitted[id(entry)] = emitted.get(id(entry), 0) + 1
+    for entry in entries:
+        # One that was refused emitted nothing: it may be admitted here, and would use what it declared.
+        entry.num_output = max(min(emitted.get(id(entry), entry.max_tokens), entry.max_tokens), 1)
+        entry.max_tokens = max(entry.max_tokens, 1)
+    return entries
 
 
 def _fixed(name: str, entries: list[Entry], where: str) -> FixedWorkload:

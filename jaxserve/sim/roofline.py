@@ -119,7 +119,7 @@ class RooflineCost:
       overhead_s: of every iteration.
 
     Raises:
-      ValueError: an efficiency above 1.
+      ValueError: no chip, or an efficiency above 1.
     """
 
     def __init__(
@@ -137,6 +137,8 @@ class RooflineCost:
         for name, share in (("compute_efficiency", compute_efficiency), ("memory_efficiency", memory_efficiency)):
             if not 0.0 < share <= 1.0:
                 raise ValueError(f"{name} is {share}; it must be in (0, 1]")
+        if num_chips < 1:
+            raise ValueError(f"tensor_parallel_size is {num_chips}; it must be an integer of at least 1")
         self.chip, self.shape, self.num_chips = chip, shape, num_chips
         self._flops = chip.peak_flops * compute_efficiency * num_chips
         self._bandwidth = chip.bandwidth * memory_efficiency
@@ -157,8 +159,10 @@ class RooflineCost:
         """KV pages that fit beside the weights, the null page included.
 
         Raises:
-          ValueError: the weights leave no room.
+          ValueError: the weights leave no room, or the fraction is not in (0, 1].
         """
+        if not 0.0 < memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction is {memory_fraction}; it must be in (0, 1]")
         room = self.chip.memory_bytes * memory_fraction - self._held_weights
         pages = int(room // (page_size * self.kv_token_bytes))
         if pages < 2:

@@ -42,6 +42,11 @@ def test_flags_with_values_reach_the_scheduler():
         scheduler_config(flags("--noenable_chunked_prefill"), max_model_len=999, num_pages=77)
 
 
+def test_flag_files_of_engines_are_read():
+    for path in sorted((Path(__file__).parents[2] / "configs" / "engines").glob("*.flags")):
+        assert given_settings(flags(f"--flagfile={path}"))["max_num_seqs"] >= 8
+
+
 def test_a_sweep_parses_values_as_the_flag_does():
     assert parse_sweep("prefill-chunk=128, 256") == ("prefill_chunk", [128, 256])
     assert parse_sweep("priority_preemption=true,false") == ("priority_preemption", [True, False])

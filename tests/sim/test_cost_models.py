@@ -94,9 +94,13 @@ def test_a_model_that_the_roofline_does_not_know_is_refused(tmp_path):
         ModelShape.from_file(tmp_path)
 
 
-def test_an_efficiency_above_one_is_refused():
+def test_impossible_devices_are_refused():
     with pytest.raises(ValueError, match=r"memory_efficiency is 1.5; it must be in \(0, 1\]"):
         RooflineCost(CHIP, SHAPE, memory_efficiency=1.5)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 0; it must be an integer of at least 1"):
+        RooflineCost(CHIP, SHAPE, num_chips=0)
+    with pytest.raises(ValueError, match=r"memory_fraction is 2; it must be in \(0, 1\]"):
+        RooflineCost(CHIP, SHAPE).num_pages(4, 2)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,7 @@ def _with_pauses(records):
 
 def test_a_short_trace_is_refused(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", spoil=lambda records: records[:10])
-    with pytest.raises(ValueError, match="9 iterations that were followed by another at once; a fit needs 20"):
+    with pytest.raises(ValueError, match=r"9 iterations that were followed by another at once; a fit needs 20"):
         fit.trace_samples(path)
 
 

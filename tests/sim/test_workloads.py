@@ -267,6 +267,7 @@ def test_a_bad_list_names_field_and_rule(entry, message):
         ('{"kind": "header"}\n{"kind": "header"}\n', "line 2 is no trace record"),
         ('{"decode": []}\n', "line 1 is no trace record; a trace begins with its header"),
         ("7\n", "is not a trace"),
+        ('{"kind": "header"}\n{"decode": ["a"]}\n', "a record or request lacks 'a'; a trace must be whole"),
         ("x\n", "is not a trace (JSON lines, as --trace_file writes them)"),
     ],
 )
