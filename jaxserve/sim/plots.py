@@ -128,7 +128,7 @@ def _draw_ttft(result: SimulationResult, folder: Path, form: str) -> Path:
     axes.set_ylim(0, 1.02)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    if log.classes:
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
     return _save(figure, folder, "ttft_cdf", form)
 

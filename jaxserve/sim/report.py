@@ -7,7 +7,7 @@
 | tpot_s | (last token - first token) / (tokens - 1), requests with two tokens or more |
 | e2e_s | arrival to last token, completed requests |
 | queue_s | arrival to the begin of the first iteration that works on it |
-| duration_s | first arrival to last end |
+| duration_s | first arrival to last end, or to the last iteration where the limit cut the run short |
 | tokens_per_s, requests_per_s | output tokens and completed requests over duration_s |
 | offered_requests_per_s | requests over the span of arrivals; over duration_s where all came at once |
 | goodput_requests_per_s | requests that met their objectives over duration_s |
@@ -59,7 +59,7 @@ def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
     Latencies are dicts with mean, p50, p90, p99 and max. `classes` has the request figures per class.
     """
     log, totals, config = result.log, result.totals, result.config
-    columns = _Columns(log, objectives)
+    columns = _Columns(log, objectives, totals.ended_at)
     gaps = Histogram()
     for each in log.gaps:
         gaps.merge(each)
@@ -89,9 +89,9 @@ def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
 class _Columns:
     """The log's columns as arrays, and what follows from them request by request."""
 
-    def __init__(self, log: RequestLog, objectives: Objectives) -> None:
+    def __init__(self, log: RequestLog, objectives: Objectives, ended_at: float) -> None:
         self._log = log
-        self._arrived, self._ended = _array(log.arrived_at), _array(log.ended_at)
+        self._arrived = _array(log.arrived_at)
         self._outputs = np.asarray(log.num_output, np.int64)
         self._outcome = np.asarray(log.outcome, np.int64)
         self._preemptions = np.asarray(log.preemptions, np.int64)
@@ -111,15 +111,9 @@ class _Columns:
         ):
             if limit is not None:
                 self.met &= values <= limit
-        self.duration_s = self._span(np.ones(len(log), bool))
-
-    def _span(self, chosen: npt.NDArray[np.bool_]) -> float:
-        arrived = self._arrived[chosen]
-        if not len(arrived):
-            return 0.0
-        ended = self._ended[chosen]
-        ends = np.concatenate([ended[~np.isnan(ended)], arrived])
-        return float(ends.max() - arrived.min())
+        # A run that was cut short ends at its last iteration, not at the last end of a request.
+        ends = np.concatenate([[ended_at], self._arrived, finite(log.ended_at)])
+        self.duration_s = float(ends.max() - self._arrived.min()) if len(log) else 0.0
 
     def figures(self, chosen: npt.NDArray[np.bool_], gaps: Histogram) -> dict[str, Any]:
         """Of some of the requests; rates are over the whole run's duration."""

@@ -97,6 +97,11 @@ class RequestLog:
         live.num_tokens += 1
         live.last_at = now
 
+    def close(self, live: LiveRequest) -> None:
+        """Puts down its tokens: when it ends, or the run is cut short."""
+        self.last_at[live.index] = live.last_at
+        self.num_output[live.index] = live.num_tokens
+
     def preempted(self, live: LiveRequest) -> None:
         """It lost its slot."""
         self.preemptions[live.index] += 1
@@ -107,8 +112,7 @@ class RequestLog:
             self.outcomes.append(outcome)
         self.outcome[live.index] = self.outcomes.index(outcome)
         self.ended_at[live.index] = now
-        self.last_at[live.index] = live.last_at
-        self.num_output[live.index] = live.num_tokens
+        self.close(live)
 
     def refused(self, live: LiveRequest, reason: str, now: float) -> None:
         """It never was live."""

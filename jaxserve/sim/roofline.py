@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxserve.config.engine_config import check_page_size
 from jaxserve.sim.cost_model import StepFeatures
 from jaxserve.sim.json_fields import JsonFields, read_json
 
@@ -161,6 +162,7 @@ class RooflineCost:
         Raises:
           ValueError: the weights leave no room, or the fraction is not in (0, 1].
         """
+        check_page_size(page_size)
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction is {memory_fraction}; it must be in (0, 1]")
         room = self.chip.memory_bytes * memory_fraction - self._held_weights

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.config.engine_config import check_page_size
 from jaxserve.sim.cost_model import UnitCost
 from jaxserve.sim.json_fields import JsonFields, read_json
 from jaxserve.sim.request_log import COMPLETED, RequestLog
@@ -73,9 +74,8 @@ def parse_scenario(document: Any, where: str, overrides: Mapping[str, Any] | Non
     top = JsonFields(document, where)
     name = top.text("scenario", Path(where).stem)
     policy = _policy(top.object("policy"))
-    for short, long in POLICY_NAMES.items():
-        if overrides and long in overrides:
-            policy[short] = overrides[long]
+    short_names = {long: short for short, long in POLICY_NAMES.items()}
+    policy |= {short_names.get(name, name): value for name, value in (overrides or {}).items()}
     entries = [
         _arrival(JsonFields(entry, f"{where}.requests[{index}]"), index)
         for index, entry in enumerate(top.items("requests"))
@@ -84,9 +84,8 @@ def parse_scenario(document: Any, where: str, overrides: Mapping[str, Any] | Non
     if expected is not None:
         _check_expected(JsonFields(expected, top.name_of("expected")))
     top.close()
-    settings = _settings(policy, entries) | dict(overrides or {})
     try:
-        config = SchedulerConfig(**settings)
+        config = SchedulerConfig(**_settings(policy, entries))
     except ValueError as error:
         raise ValueError(f"{where}.policy: {error}") from None
     # Stable: requests of one iteration stay in file order.
@@ -184,9 +183,22 @@ def _policy(policy: JsonFields) -> dict[str, Any]:
         )
     for setting in fields(SchedulerConfig):
         if setting.name in policy and setting.name not in POLICY_NAMES.values():
-            values[setting.name] = policy.any(setting.name)
+            values[setting.name] = _typed(policy, setting.name, setting.default)
     policy.close()
     return values
+
+
+def _typed(policy: JsonFields, name: str, default: Any) -> Any:
+    """A field of the type that the setting's default has; `SchedulerConfig` checks the value."""
+    match default:
+        case bool():
+            return policy.boolean(name)
+        case int():
+            return policy.integer(name, 0)
+        case str():
+            return policy.text(name)
+        case _:
+            return policy.any(name)
 
 
 def _settings(policy: Mapping[str, Any], arrivals: list[Arrival]) -> dict[str, Any]:
@@ -201,6 +213,7 @@ def _settings(policy: Mapping[str, Any], arrivals: list[Arrival]) -> dict[str, A
         "arrivals_claim_slots": True,
     }
     settings |= {POLICY_NAMES.get(name, name): value for name, value in policy.items()}
+    check_page_size(settings["page_size"])
     settings.setdefault("num_pages", most_live * -(-longest // settings["page_size"]) + 2)
     return settings
 

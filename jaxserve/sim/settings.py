@@ -9,6 +9,7 @@ from typing import Any
 from absl.flags import FlagValues
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.config.engine_config import check_page_size
 from jaxserve.config.flag_table import FLAGS
 
 SETTINGS = tuple(field.name for field in fields(SchedulerConfig))
@@ -35,6 +36,7 @@ def scheduler_config(
     """
     settings: dict[str, Any] = {name: flags[name].value for name in SETTINGS}
     settings |= changes or {}
+    check_page_size(settings["page_size"])
     if settings["max_model_len"] is None:
         settings["max_model_len"] = max(max_model_len, 2)
     budget = settings["max_num_batched_tokens"]

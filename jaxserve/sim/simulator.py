@@ -121,8 +121,7 @@ class Simulator:
         self.scheduler.flush_trace()
         totals.ended_at = self._now
         for live in self._live.values():
-            self._result.log.num_output[live.index] = live.num_tokens
-            self._result.log.last_at[live.index] = live.last_at
+            self._result.log.close(live)
         return self._result
 
     def _advance(self) -> bool:

@@ -14,6 +14,8 @@ from jaxserve.scheduler import Scheduler
 from jaxserve.sim.settings import given_settings, parse_sweep, scheduler_config
 from jaxserve.simulate import main
 
+MODEL = Path(__file__).parents[2] / "configs" / "models" / "llama-3.1-8b.json"
+
 
 def flags(*words):
     return parse_flags("simulate", ["simulate", *words])
@@ -109,8 +111,7 @@ def test_a_rate_is_found(simulate, workload, capsys):
 
 
 def test_a_roofline_limits_pages_and_shows_its_arithmetic(simulate, workload, capsys):
-    model = Path(__file__).parents[2] / "configs" / "models" / "llama-3.1-8b.json"
-    words = (f"--workload={workload}", "--cost_model=roofline", "--chip=h100", f"--model_config={model}")
+    words = (f"--workload={workload}", "--cost_model=roofline", "--chip=h100", f"--model_config={MODEL}")
     status, document = simulate(*words)
     assert status == 0
     assert document["scheduler"]["num_pages"] == int((0.8 * 80e9 - 2 * 8.03e9) // (16 * 131072))
@@ -132,6 +133,8 @@ def test_a_roofline_limits_pages_and_shows_its_arithmetic(simulate, workload, ca
         (("--slo_share=1.5",), "slo_share is 1.5; it must be in (0, 1]"),
         (("--sweep=colour=1",), "sweep is 'colour=1'; it must be NAME=VALUE,VALUE with one of"),
         (("--sweep=page_size=3",), "page_size is 3; it must be a power of two"),
+        (("--page_size=0",), "page_size is 0; it must be a power of two"),
+        (("--page_size=0", "--cost_model=roofline", f"--model_config={MODEL}"), "page_size is 0; it must be a power"),
         (("--lag=2",), "must be at most 1"),
         (("--workload=",), "give either --scenario=FILE or --workload=FILE"),
     ],

@@ -39,3 +39,10 @@ def test_steps_show_pauses_and_many_spans_become_bins():
     assert decode.tolist() == [2.0] * 300
     assert prefill.mean() == pytest.approx(0.5)
     assert (pages[0], pages[-1]) == (9, 2999)
+
+
+def test_a_run_in_which_everybody_is_refused_is_drawn(simulate, workload, tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots extra is not installed")
+    words = (f"--workload={workload}", f"--plots={tmp_path / 'plots'}", "--max_model_len=5")
+    assert simulate(*words)[1]["figures"]["rejected_by_reason"] == {"never_fits": 60}
+    assert simulate(*words, "--sweep_rates=1,2")[0] == 0

@@ -26,7 +26,9 @@ def logged(*requests):
             log.token(live, token_at)
         if outcome == "queue_full_requests":
             log.refused(live, outcome, at)
-        elif outcome != "live":
+        elif outcome == "live":
+            log.close(live)
+        else:
             log.ended(live, outcome, tokens[-1] if tokens else at)
     return log
 
@@ -89,6 +91,11 @@ def test_goodput_counts_requests_that_met_every_objective(objectives, met):
     found = report(objectives=objectives)
     assert found["goodput_requests_per_s"] == pytest.approx(met / 11)
     assert found["slo_share"] == met / 5
+
+
+def test_a_run_cut_short_lasts_until_its_last_iteration():
+    found = report([(1.0, 1.0, (2.0, 3.0), "web", "live")], ended_at=3.0)
+    assert (found["duration_s"], found["tokens_per_s"]) == (2.0, 1.0)
 
 
 def test_unfinished_requests_have_no_end_to_end_time():

@@ -135,8 +135,20 @@ def test_scheduler_flags_replace_the_policy(tmp_path):
     baseline = next(path for path in REFERENCES if path.stem == "baseline")
     assert simulate(f"--scenario={baseline}", "--prefill-chunk=6", f"--output={output}") == 1
     found = json.loads(output.read_text())
-    assert found["policy"]["prefill_chunk"] == 6
+    assert found["policy"] == json.loads(baseline.read_text())["policy"] | {"prefill_chunk": 6}
     assert difference(json.loads(chunk_6.read_text())["expected"], found) is None
+
+
+def test_other_settings_come_from_policy_or_flags_and_are_in_the_output(tmp_path):
+    """A was preempted by B. C passes it in the queue when it may claim the slot that B leaves."""
+    requests = [request("A", 0, 4, 4), request("B", 1, 2, 1, priority="high"), request("C", 2, 1, 1)]
+    first = [run(*requests, max_active=1, arrivals_claim_slots=claims)["requests"] for claims in (True, False)]
+    assert [[each["first_output"] for each in found.values()] for found in first] == [[3, 1, 2], [2, 1, 6]]
+    path, output = tmp_path / "scenario.json", tmp_path / "output.json"
+    path.write_text(json.dumps({"policy": POLICY | {"max_active": 1}, "requests": requests}))
+    assert simulate(f"--scenario={path}", "--noarrivals_claim_slots", f"--output={output}") == 0
+    found = json.loads(output.read_text())
+    assert (found["requests"], found["policy"]["arrivals_claim_slots"]) == (first[1], False)
 
 
 def test_time_jumps_over_idle_iterations():
@@ -199,6 +211,9 @@ def test_the_iteration_limit_ends_a_run_and_says_so():
         ),
         (lambda d: d["policy"].pop("max_queue"), "policy.max_queue is missing; it must be given"),
         (lambda d: d["policy"].update(max_num_seqs=2), "policy.max_num_seqs is not a field; the fields of"),
+        (lambda d: d["policy"].update(page_size=0), "policy: page_size is 0; it must be a power of two"),
+        (lambda d: d["policy"].update(page_size="x"), 'policy.page_size is "x"; it must be an integer'),
+        (lambda d: d["policy"].update(arrivals_claim_slots=1), "arrivals_claim_slots is 1; it must be true or false"),
         (lambda d: d["policy"].update(policy="best"), "policy is 'best'; it must be one of"),
         (lambda d: d["policy"].update(priority_preemption=1), "priority_preemption is 1; it must be true or false"),
         (lambda d: d["requests"][0].update(output=0), "requests[0].output is 0; it must be an integer of at least 1"),
