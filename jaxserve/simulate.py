@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def _run_workload(flags: FlagValues) -> int:
 
 def _write(path: str | None, document: Any) -> None:
     """To a file, or to stdout without one."""
-    text = json.dumps(document, indent=1) + "\n"
+    # Service classes are dataclasses among the settings.
+    text = json.dumps(document, indent=1, default=asdict) + "\n"
     if path is None:
         sys.stdout.write(text)
     else:

@@ -91,6 +91,13 @@ def _simulate(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -
     ]
 
 
+def _scheduler_only(*flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
+    """Settings of the scheduler that no engine flag sets."""
+    defaults = {field.name: field.default for field in fields(SchedulerConfig) if field.name not in _DEFAULTS}
+    heading = "Scheduling beyond the server's flags"
+    return _simulate(heading, *((name, parser, defaults[name], text) for name, parser, text in flags))
+
+
 def _bench(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
     return [Flag(name, heading, parser, text, default, frozenset({"bench"})) for name, parser, default, text in flags]
 
@@ -103,7 +110,6 @@ FLAGS: tuple[Flag, ...] = (
         ("output", _TEXT, None, "write the result to this file, as JSON"),
         ("plots", _TEXT, None, "draw the run, or the sweep, into this folder; needs the plots extra"),
         ("plot_format", ChoiceParser(("svg", "png")), "svg", "of the plots"),
-        ("lag", IntParser(0, 1), 0, "iterations that the host plans ahead of the device"),
         ("iteration_limit", _COUNT, None, "stop after so many iterations; default: a million in a scenario"),
         ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged"),
     ),
@@ -146,10 +152,10 @@ FLAGS: tuple[Flag, ...] = (
         "warning",
         frozenset({"fit_cost_model"}),
     ),
-    *_simulate(
-        "Scheduling beyond the server's flags",
-        ("arrivals_claim_slots", _BOOL, False, "an arrival may take a free slot ahead of the waiting queue"),
-        ("max_prefill_seqs", _COUNT, 8, "most requests with a prompt chunk in one iteration"),
+    *_scheduler_only(
+        ("arrivals_claim_slots", _BOOL, "an arrival may take a free slot ahead of the waiting queue"),
+        ("max_prefill_seqs", _COUNT, "most requests with a prompt chunk in one iteration"),
+        ("max_steps_ahead", IntParser(low=0), "iterations that the host plans ahead of the device"),
     ),
     *_engine(
         "Model",

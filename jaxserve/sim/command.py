@@ -66,7 +66,6 @@ class WorkloadCommand:
             config,
             self.cost_model,
             workload.source(),
-            lag=flags.lag,
             trace=trace,
             max_iterations=flags.iteration_limit or MAX_ITERATIONS,
         )
@@ -78,7 +77,7 @@ class WorkloadCommand:
     def settings(self) -> dict[str, Any]:
         """What was asked for, for the output."""
         flags = self._flags
-        names = ["workload", "rate", "lag", "cost_model", "cost_file"]
+        names = ["workload", "rate", "cost_model", "cost_file"]
         if flags.cost_model == "roofline":
             names += ["chip", "model_config", "tensor_parallel_size", "dtype", "weight_bits", "kv_bits"]
             names += ["compute_efficiency", "memory_efficiency", "overhead_s", "memory_fraction"]
@@ -133,8 +132,9 @@ def run_workload(flags: FlagValues) -> dict[str, Any]:
     if flags.sweep or flags.sweep_rates or flags.find_rate:
         if flags.sweep:
             name, values = parse_sweep(flags.sweep)
-            configs = {value: command.config({name: value}) for value in values}
-            points = sweep(name, values, lambda value: figures(command.run(workload, configs[value]), objectives))
+            # All of them first: a mistake in the last is answered before the first has run.
+            configs = {text: command.config({name: value}) for text, value in values.items()}
+            points = sweep(name, configs, lambda text: figures(command.run(workload, configs[text]), objectives))
         elif flags.sweep_rates:
             name = "rate"
             points = sweep(name, flags.sweep_rates, at_rate)

@@ -1,8 +1,8 @@
 """Fixed workloads: requests that are listed one by one, in a JSON file or in a recorded trace.
 
 A list is `{"requests": [...]}`, each with `arrival` (seconds), `max_tokens`, and `prompt_ids` or `prompt_len`;
-optional are `output` (tokens that come out, default `max_tokens`), `priority`, `tenant`, `deadline_s` and
-`class`. Texts, ids and the file's other fields are not needed and not read. A recorded trace is what
+optional are `output` (tokens that come out, default `max_tokens`), `priority`, `tenant`, `service_class`,
+`deadline_s` and `class`. Texts, ids and the file's other fields are not needed and not read. A recorded trace is what
 `--trace_file` writes; arrivals count from its first, and an output ends where it ended in the record.
 """
 
@@ -31,6 +31,7 @@ class Entry:
     num_output: int
     priority: int = 0
     tenant: str = ""
+    service_class: str = ""
     deadline_s: float | None = None
     class_name: str = ""
 
@@ -48,6 +49,7 @@ class Entry:
             max_tokens=self.max_tokens,
             priority=self.priority,
             tenant=self.tenant,
+            service_class=self.service_class,
             deadline_at=None if self.deadline_s is None else at + self.deadline_s,
         )
         return Arrival(at, request, self.num_output, self.class_name or priority_name(self.priority))
@@ -184,6 +186,7 @@ def _from_event(event: dict[str, Any]) -> Entry:
         num_output=0,
         priority=event["priority"],
         tenant=event["tenant"],
+        service_class=event.get("service_class", ""),
         deadline_s=None if deadline_at is None else deadline_at - event["now"],
     )
 
@@ -207,6 +210,7 @@ def _entry(fields: JsonFields) -> Entry:
         num_output=num_output,
         priority=parse_priority(fields),
         tenant=fields.text("tenant", ""),
+        service_class=fields.text("service_class", ""),
         deadline_s=fields.number("deadline_s", None, above=0.0),
         class_name=fields.text("class", ""),
     )

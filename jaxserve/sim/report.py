@@ -77,6 +77,8 @@ def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
         "slot_utilisation": totals.slot_steps / (iterations * config.max_num_seqs),
         "budget_utilisation": totals.tokens / (iterations * config.max_num_batched_tokens),
         "busy_share": _ratio(totals.busy_s, duration_s),
+        "recomputed_tokens": totals.recomputed_tokens,
+        "cached_tokens": totals.cached_tokens,
         "largest_pages_owned": max((span.pages_owned for span in result.timeline.spans), default=0),
         "largest_queue": max((span.queue for span in result.timeline.spans), default=0),
         "classes": {

@@ -10,9 +10,9 @@ A scenario file is a JSON object:
     expected   termination, trace and requests to compare with, optional
 
 One iteration takes one unit of time. Requests of one arrival are added in file order, and may claim a free
-slot ahead of the queue. KV pages, queued tokens and the number of chunks are not limited, unless the
-policy says so. `iteration` in the trace is the clock: an iteration in which nothing runs and nobody is
-refused has no record, and time jumps to the next arrival.
+slot ahead of the queue. KV pages, queued tokens, chunks per iteration and preemptions per request are not
+limited, unless the policy says so. `iteration` in the trace is the clock: an iteration in which nothing runs
+and nobody is refused has no record, and time jumps to the next arrival.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.config.engine_config import check_page_size
+from jaxserve.core import FinishReason
 from jaxserve.sim.cost_model import UnitCost
 from jaxserve.sim.json_fields import JsonFields, read_json
 from jaxserve.sim.request_log import COMPLETED, RequestLog
@@ -138,7 +139,8 @@ class _ScenarioTrace:
     def __call__(self, record: dict[str, Any]) -> None:
         for event in record["events"]:
             self._at(event["now"])["events"].append(event)
-            if event["kind"] == "add" and event["outcome"] not in ("slot", "queue"):
+            refused = event["kind"] == "add" and event["outcome"] not in ("slot", "queue")
+            if refused or (event["kind"] == "abort" and event["reason"] == FinishReason.DISPLACED):
                 self._at(event["now"])["rejected"].append(event["id"])
         if record.get("kind") == "events":
             return
@@ -197,8 +199,10 @@ def _typed(policy: JsonFields, name: str, default: Any) -> Any:
             return policy.integer(name, 0)
         case str():
             return policy.text(name)
+        case tuple():
+            raise ValueError(f"{policy.name_of(name)} is a file of its own; give it as --{name}=FILE")
         case _:
-            return policy.any(name)
+            return None if policy.any(name) is None else policy.number(name)
 
 
 def _settings(policy: Mapping[str, Any], arrivals: list[Arrival]) -> dict[str, Any]:
@@ -209,6 +213,7 @@ def _settings(policy: Mapping[str, Any], arrivals: list[Arrival]) -> dict[str, A
         "max_prefill_seqs": policy["max_active"],
         "max_model_len": max(longest, 2),
         "max_queue_tokens": _UNLIMITED,
+        "max_preemptions": _UNLIMITED,
         "page_size": _PAGE_SIZE,
         "arrivals_claim_slots": True,
     }

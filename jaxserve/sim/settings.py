@@ -55,8 +55,11 @@ def scheduler_config(
     return SchedulerConfig(**settings)
 
 
-def parse_sweep(text: str) -> tuple[str, list[Any]]:
+def parse_sweep(text: str) -> tuple[str, dict[str, Any]]:
     """`name=value,value,...` with the name of a scheduler flag and values by its own parser.
+
+    Returns:
+      The name; and the values by the texts they were given as.
 
     Raises:
       ValueError: naming the flag and the rule.
@@ -67,6 +70,6 @@ def parse_sweep(text: str) -> tuple[str, list[Any]]:
     if name not in parsers or not equals:
         raise ValueError(f"sweep is {text!r}; it must be NAME=VALUE,VALUE with one of {', '.join(sorted(parsers))}")
     try:
-        return name, [parsers[name].parse(value.strip()) for value in values.split(",")]
+        return name, {value.strip(): parsers[name].parse(value.strip()) for value in values.split(",")}
     except ValueError as error:
         raise ValueError(f"sweep is {text!r}; a value of {name} {error}") from None

@@ -7,9 +7,10 @@ and the clock are replaced. A cost model says how long each plan takes, a source
     arrivals while it runs are added at their own instants
     update(plan) at its end; then arrivals of that very instant; then the next plan
 
-With `lag` plans in flight the host plans ahead of the device by so many iterations, as an overlapped engine
-does. When nobody is live the clock jumps to the next arrival. Nothing here is random or reads a clock:
-the same arguments give the same result.
+With `max_steps_ahead` of the scheduler's settings above 0 the host plans ahead of the device by so many
+iterations, as an overlapped engine does. When nobody is live the clock jumps to the next arrival, and where a
+batch is held back until it is full or `batch_timeout_s` have passed, to the first of these. Nothing here is
+random or reads a clock: the same arguments give the same result.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf, nextafter
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
@@ -46,6 +48,7 @@ class Totals:
     Attributes:
       slot_steps: slots with work, summed over iterations.
       tokens: computed, prefill and decode.
+      recomputed_tokens: whose K/V a preemption dropped; cached_tokens: found in the prefix cache.
       busy_s: the device was busy.
       ended_at: instant at which the simulation ended.
     """
@@ -53,6 +56,8 @@ class Totals:
     iterations: int = 0
     slot_steps: int = 0
     tokens: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
     busy_s: float = 0.0
     ended_at: float = 0.0
 
@@ -79,7 +84,6 @@ class Simulator:
       config: of the scheduler.
       cost_model: seconds of an iteration.
       source: arrivals.
-      lag: iterations that the host plans ahead of the device: 0 or 1.
       trace: gets the scheduler's records, see `jaxserve.scheduler.trace`.
       max_iterations: after which it stops, whoever is live.
       keep_ids: keep the requests' ids in the log.
@@ -91,17 +95,13 @@ class Simulator:
         cost_model: CostModel,
         source: Source,
         *,
-        lag: int = 0,
         trace: Callable[[dict[str, Any]], None] | None = None,
         max_iterations: int = MAX_ITERATIONS,
         keep_ids: bool = False,
     ) -> None:
-        if lag not in (0, 1):
-            raise ValueError(f"lag is {lag}; it must be 0 or 1")
         self.scheduler = Scheduler(config, trace=trace)
         self._cost_model = cost_model
         self._source = source
-        self._lag = lag
         self._max_iterations = max_iterations
         self._live: dict[str, LiveRequest] = {}
         self._just_ended: dict[str, LiveRequest] = {}  # since the last plan, which may name them as preempted
@@ -120,6 +120,8 @@ class Simulator:
                 break
         self.scheduler.flush_trace()
         totals.ended_at = self._now
+        totals.recomputed_tokens = self.scheduler.counters.recomputed_tokens
+        totals.cached_tokens = self.scheduler.counters.cached_tokens
         for live in self._live.values():
             self._result.log.close(live)
         return self._result
@@ -132,21 +134,35 @@ class Simulator:
             self._dispatch(plan)
         elif not self._flights:
             return self._jump()
-        keep = self._lag if not plan.empty else len(self._flights) - 1
+        keep = self._result.config.max_steps_ahead if not plan.empty else len(self._flights) - 1
         while len(self._flights) > keep:
             self._land(*self._flights.popleft())
         self._add_arrivals(self._now)
         return True
 
     def _jump(self) -> bool:
-        """To the next arrival, from an instant at which nobody is live; False when none is to come."""
-        assert self.scheduler.idle, f"nothing is planned, yet live: {self.scheduler.live_ids}"
-        arrival_at = self._source.peek()
-        if arrival_at is None:
+        """To the next instant at which there may be something to plan; False when there is none."""
+        instants = [at for at in (self._source.peek(), self._batch_ready_at()) if at is not None]
+        if not instants:
             return False
-        self._now = max(self._now, arrival_at)
+        self._now = max(self._now, min(instants))
         self._add_arrivals(self._now)
         return True
+
+    def _batch_ready_at(self) -> float | None:
+        """When a batch that is held back goes without being full; None when nobody waits."""
+        if self.scheduler.idle:
+            return None
+        config = self._result.config
+        held_back = config.batching == "request_dynamic" and not self.scheduler.num_running
+        assert held_back, f"nothing is planned, yet live: {self.scheduler.live_ids}"
+        arrived_at = self.scheduler.sequence(self.scheduler.waiting_ids[0]).arrived_at
+        ready_at = arrived_at + config.batch_timeout_s
+        # Rounding may leave the sum short of the timeout.
+        while ready_at - arrived_at < config.batch_timeout_s:
+            ready_at = nextafter(ready_at, inf)
+        assert ready_at > self._now, f"nothing is planned at {self._now}, when a batch has waited since {arrived_at}"
+        return ready_at
 
     def _dispatch(self, plan: StepPlan) -> None:
         duration_s = self._cost_model.step_s(features_of(plan))
@@ -205,6 +221,7 @@ class Simulator:
             self._now = max(self._now, at)
             live = self._result.log.arrived(arrival)
             rejection = self.scheduler.add(arrival.request, self._now)
+            self._take(self.scheduler.take_events())  # it may have displaced another
             if rejection is None:
                 self._live[arrival.request.request_id] = live
             else:
@@ -219,5 +236,11 @@ class Simulator:
             if event.finish_reason is not None:
                 del self._live[event.request_id]
                 self._just_ended[event.request_id] = live
-                self._result.log.ended(live, _OUTCOMES[FinishReason(event.finish_reason)], self._now)
-                self._source.ended(self._now)
+                self._end(live, FinishReason(event.finish_reason))
+
+    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
+        if reason is FinishReason.DISPLACED:
+            self._result.log.refused(live, str(reason), self._now)
+        else:
+            self._result.log.ended(live, _OUTCOMES[reason], self._now)
+        self._source.ended(self._now)

@@ -85,6 +85,7 @@ def make_request(
     max_tokens: int | None = None,
     priority: int = 0,
     tenant: str = "",
+    service_class: str = "",
     deadline_at: float | None = None,
 ) -> Request:
     """A request that emits `num_output_tokens`, by a stop id where it declares more (`max_tokens`)."""
@@ -96,6 +97,7 @@ def make_request(
         max_tokens=granted,
         priority=priority,
         tenant=tenant,
+        service_class=service_class,
         deadline_at=deadline_at,
     )
 

@@ -6,8 +6,8 @@
     arrivals        see `arrivals.py`
     prompt, output  tokens, see `lengths.py`
     max_tokens      declared output where it is more than what comes out, a distribution; default: `output`
-    classes         optional list of name, share, priority, tenant, deadline_s, shared_prefix, and of prompt,
-                    output and max_tokens where they differ from the above
+    classes         optional list of name, share, priority, tenant, service_class, deadline_s, shared_prefix,
+                    and of prompt, output and max_tokens where they differ from the above
 
 Every distribution draws from a stream of its own, so another rate or another output length leaves the rest
 of the draws as they were.
@@ -70,6 +70,7 @@ class RequestClass:
     share: float
     priority: int
     tenant: str
+    service_class: str
     deadline_s: float | None
     prompt: Lengths
     output: Lengths
@@ -154,6 +155,7 @@ class _Draws:
                 max_tokens=max_tokens,
                 priority=of.priority,
                 tenant=of.tenant,
+                service_class=of.service_class,
                 deadline_at=None if of.deadline_s is None else at + of.deadline_s,
             )
             return Arrival(at, request, num_output, of.name)
@@ -220,6 +222,7 @@ def _class(
         share=fields.number("share", 1.0, above=0.0),
         priority=parse_priority(fields),
         tenant=fields.text("tenant", ""),
+        service_class=fields.text("service_class", ""),
         deadline_s=fields.number("deadline_s", None, above=0.0),
         prompt=parse_lengths(fields, "prompt", prompt),
         output=parse_lengths(fields, "output", output),

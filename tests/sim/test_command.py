@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -50,12 +50,12 @@ def test_flag_files_of_engines_are_read():
 
 
 def test_a_sweep_parses_values_as_the_flag_does():
-    assert parse_sweep("prefill-chunk=128, 256") == ("prefill_chunk", [128, 256])
-    assert parse_sweep("priority_preemption=true,false") == ("priority_preemption", [True, False])
-    assert parse_sweep("policy=fcfs") == ("policy", ["fcfs"])
+    assert parse_sweep("prefill-chunk=128, 256") == ("prefill_chunk", {"128": 128, "256": 256})
+    assert parse_sweep("priority_preemption=true,false") == ("priority_preemption", {"true": True, "false": False})
+    assert parse_sweep("policy=fcfs") == ("policy", {"fcfs": "fcfs"})
     for text, message in (
         ("prefill_chunk", "sweep is 'prefill_chunk'; it must be NAME=VALUE,VALUE with one of arrivals_claim_slots"),
-        ("lag=0,1", "it must be NAME=VALUE,VALUE"),
+        ("rate=0,1", "it must be NAME=VALUE,VALUE"),
         ("prefill_chunk=0", "a value of prefill_chunk must be at least 1"),
         ("page_size=x", "a value of page_size must be an integer"),
     ):
@@ -101,6 +101,20 @@ def test_a_setting_is_swept(simulate, workload):
     assert 9.0 < slow - fast < 9.5
 
 
+def test_service_classes_are_swept_and_written(simulate, workload, tmp_path):
+    for name, slots in (("one", 1), ("four", 4)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"bulk": {"max_slots": slots}}))
+    document = json.loads(workload.read_text()) | {"classes": [{"name": "all", "service_class": "bulk"}]}
+    workload.write_text(json.dumps(document))
+    files = [str(tmp_path / f"{name}.json") for name in ("one", "four")]
+    _, swept = simulate(f"--workload={workload}", f"--sweep=service_classes={','.join(files)}", "--rate=1")
+    assert [point["service_classes"] for point in swept["points"]] == files
+    one, four = (point["figures"]["queue_s"]["mean"] for point in swept["points"])
+    assert one > 10 * four
+    _, single = simulate(f"--workload={workload}", f"--service_classes={files[0]}")
+    assert single["scheduler"]["service_classes"][0]["max_slots"] == 1
+
+
 def test_a_rate_is_found(simulate, workload, capsys):
     words = (f"--workload={workload}", "--find_rate", "--slo_ttft_s=10", "--slo_share=0.9", "--max_num_seqs=1")
     status, document = simulate(*words)
@@ -135,7 +149,7 @@ def test_a_roofline_limits_pages_and_shows_its_arithmetic(simulate, workload, ca
         (("--sweep=page_size=3",), "page_size is 3; it must be a power of two"),
         (("--page_size=0",), "page_size is 0; it must be a power of two"),
         (("--page_size=0", "--cost_model=roofline", f"--model_config={MODEL}"), "page_size is 0; it must be a power"),
-        (("--lag=2",), "must be at most 1"),
+        (("--max_steps_ahead=-1",), "must be at least 0"),
         (("--workload=",), "give either --scenario=FILE or --workload=FILE"),
     ],
 )
@@ -171,5 +185,5 @@ def test_the_scheduler_gets_what_the_output_says(simulate, workload, monkeypatch
 
     monkeypatch.setattr(Scheduler, "__init__", spy)
     _, document = simulate(f"--workload={workload}", "--max_prefill_seqs=3", "--page_size=4")
-    assert {field.name: getattr(seen[0], field.name) for field in fields(SchedulerConfig)} == document["scheduler"]
+    assert json.loads(json.dumps(asdict(seen[0]))) == document["scheduler"]
     assert (seen[0].max_prefill_seqs, seen[0].page_size) == (3, 4)

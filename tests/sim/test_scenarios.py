@@ -184,6 +184,15 @@ def test_a_refusal_while_nothing_runs_has_a_record_of_its_own():
     assert output["requests"]["long"]["result"] == "rejected"
 
 
+def test_a_displaced_request_is_rejected_in_the_iteration_that_displaced_it():
+    high = request("H", 1, priority="high")
+    output = run(
+        *(request(name, output=3) for name in "ABCD"), high, queue_displacement=True, priority_preemption=False
+    )
+    assert [record["rejected"] for record in output["trace"]][:3] == [[], ["D"], []]
+    assert output["requests"]["D"]["result"] == "rejected"
+
+
 def test_more_refusals_in_an_iteration_than_a_record_holds_are_all_in_its_record():
     names = [f"r{number}" for number in range(600)]
     output = run(*map(request, names))
@@ -214,6 +223,8 @@ def test_the_iteration_limit_ends_a_run_and_says_so():
         (lambda d: d["policy"].update(page_size=0), "policy: page_size is 0; it must be a power of two"),
         (lambda d: d["policy"].update(page_size="x"), 'policy.page_size is "x"; it must be an integer'),
         (lambda d: d["policy"].update(arrivals_claim_slots=1), "arrivals_claim_slots is 1; it must be true or false"),
+        (lambda d: d["policy"].update(itl_target_s="x"), 'policy.itl_target_s is "x"; it must be a finite number'),
+        (lambda d: d["policy"].update(service_classes=[]), "service_classes is a file of its own; give it as --serv"),
         (lambda d: d["policy"].update(policy="best"), "policy is 'best'; it must be one of"),
         (lambda d: d["policy"].update(priority_preemption=1), "priority_preemption is 1; it must be true or false"),
         (lambda d: d["requests"][0].update(output=0), "requests[0].output is 0; it must be an integer of at least 1"),
@@ -246,7 +257,7 @@ def test_a_bad_file_names_field_and_rule(tmp_path, capsys, change, message):
         ((f"--scenario={__file__}",), "test_scenarios.py is not JSON"),
         ((), "give either --scenario=FILE or --workload=FILE"),
         (("--scenario=a", "--workload=b"), "give either --scenario=FILE or --workload=FILE"),
-        (("--scenario=a", "--lag=1"), "lag is given with scenario; it is for a workload"),
+        (("--scenario=a", "--rate=1"), "rate is given with scenario; it is for a workload"),
         (("--scenario=a", "--trace_file=b"), "trace_file is given with scenario; it is for a workload"),
     ],
 )

@@ -27,9 +27,9 @@ def arrival(number, at, prompt=4, output=3, **fields):
     return Arrival(at, request, output, "normal")
 
 
-def run(*arrivals, cost=None, lag=0, **changes):
+def run(*arrivals, cost=None, **changes):
     source = TimedSource(iter(arrivals))
-    return Simulator(config(**changes), cost or UnitCost(), source, lag=lag, keep_ids=True).run()
+    return Simulator(config(**changes), cost or UnitCost(), source, keep_ids=True).run()
 
 
 def mixed_workload(num_requests=300, seed=7):
@@ -81,15 +81,15 @@ def test_an_arrival_at_the_end_of_an_iteration_is_in_the_next():
 def test_planning_ahead_costs_a_late_arrival_one_iteration():
     """With a plan in flight the next one is made when it starts, not when it ends."""
     arrivals = (arrival(0, 0.0, output=5), arrival(1, 0.5))
-    assert run(*arrivals, lag=0).log.started_at.tolist() == [0.0, 1.0]
-    ahead = run(*arrivals, lag=1)
+    assert run(*arrivals).log.started_at.tolist() == [0.0, 1.0]
+    ahead = run(*arrivals, max_steps_ahead=1)
     assert ahead.log.started_at.tolist() == [0.0, 2.0]
     assert ahead.log.ended_at.tolist() == [5.0, 5.0]
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_request_that_declared_more_ends_by_its_stop_id(lag):
-    result = run(arrival(0, 0.0, output=3, max_tokens=30), lag=lag)
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_request_that_declared_more_ends_by_its_stop_id(ahead):
+    result = run(arrival(0, 0.0, output=3, max_tokens=30), max_steps_ahead=ahead)
     assert result.log.num_output.tolist() == [3]
     assert result.log.outcome_of(0) == "completed"
     assert result.log.ended_at.tolist() == [3.0]
@@ -128,11 +128,11 @@ class CheckingCost(UnitCost):
         return 1.0
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-def test_a_crowded_run_keeps_every_invariant_and_loses_nobody(lag):
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_crowded_run_keeps_every_invariant_and_loses_nobody(ahead):
     cost, workload = CheckingCost(), mixed_workload()
-    settings = config(priority_preemption=True, max_queue_requests=8, num_pages=33)
-    simulator = Simulator(settings, cost, workload.source(), lag=lag)
+    settings = config(priority_preemption=True, max_queue_requests=8, num_pages=33, max_steps_ahead=ahead)
+    simulator = Simulator(settings, cost, workload.source())
     cost.scheduler = simulator.scheduler
     report = figures(simulator.run(), Objectives())
     simulator.scheduler.check_invariants()
@@ -207,9 +207,74 @@ def test_a_recorded_trace_is_a_workload_that_gives_the_same_trace(tmp_path):
     assert again == first
 
 
-def test_a_lag_of_two_is_refused():
-    with pytest.raises(ValueError, match="lag is 2; it must be 0 or 1"):
-        Simulator(config(), UnitCost(), TimedSource(iter(())), lag=2)
+def test_a_batch_that_is_held_back_goes_when_its_time_is_up():
+    held_back = {"batching": "request_dynamic", "batch_timeout_s": 2.1}
+    assert run(arrival(0, 0.3), **held_back).log.started_at.tolist() == pytest.approx([2.4])
+    # Full: it goes at once. The third waits for the end of the batch, then for its own time.
+    full = run(arrival(0, 0.3), arrival(1, 1.0), arrival(2, 1.5), **held_back)
+    assert full.log.started_at.tolist() == [1.0, 1.0, 4.0]
+    late = run(arrival(0, 0.3), arrival(1, 1.0), arrival(2, 3.5), **held_back)
+    assert late.log.started_at.tolist() == pytest.approx([1.0, 1.0, 5.6])
+
+
+def test_a_displaced_request_is_a_refused_one():
+    result = run(
+        *(arrival(number, 0.0) for number in range(3)),
+        arrival(3, 0.5, priority=-10),
+        max_queue_requests=1,
+        queue_displacement=True,
+    )
+    log = result.log
+    assert [log.outcomes[code] for code in log.outcome] == ["completed", "completed", "displaced", "completed"]
+    report = figures(result, Objectives())
+    assert (report["rejected"], report["rejected_by_reason"]) == (1, {"displaced": 1})
+
+
+def test_a_prefix_cache_saves_prompt_tokens():
+    document = {
+        "num_requests": 20,
+        "arrivals": {"kind": "constant", "rate": 0.1},
+        "prompt": 20,
+        "output": 2,
+        "classes": [{"name": "chat", "shared_prefix": {"tokens": 16}}],
+    }
+    workload = parse_workload(document, "shared")
+    runs = [Simulator(config(enable_prefix_caching=on), UnitCost(), workload.source()).run() for on in (False, True)]
+    plain, cached = (figures(result, Objectives()) for result in runs)
+    assert (plain["cached_tokens"], cached["cached_tokens"]) == (0, 19 * 16)
+    # 20 tokens in chunks of 8 against 4 tokens.
+    assert (plain["ttft_s"]["p50"], cached["ttft_s"]["p50"]) == (3.0, 1.0)
+
+
+@pytest.mark.parametrize("batching", ["continuous", "static", "request_dynamic"])
+@pytest.mark.parametrize("reservation", ["guaranteed", "exact", "expected", "optimistic"])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_every_reservation_and_batching_comes_to_an_end(batching, reservation, ahead):
+    settings = config(
+        max_num_seqs=4,
+        num_pages=25,
+        max_queue_requests=20,
+        batching=batching,
+        reservation=reservation,
+        preemption="recompute",
+        priority_preemption=True,
+        queue_displacement=True,
+        enable_prefix_caching=ahead == 1,
+        max_steps_ahead=ahead,
+    )
+    cost = CheckingCost()
+    simulator = Simulator(settings, cost, mixed_workload(120).source())
+    cost.scheduler = simulator.scheduler
+    report = figures(simulator.run(), Objectives())
+    assert simulator.scheduler.idle
+    assert report["completed"] > 60
+    counters = simulator.scheduler.counters
+    assert (counters.completed, counters.num_rejected, counters.preemptions, counters.recomputed_tokens) == (
+        report["completed"],
+        report["rejected"],
+        report["preemptions"],
+        report["recomputed_tokens"],
+    )
 
 
 def test_an_empty_workload_ends_at_once():
