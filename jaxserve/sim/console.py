@@ -57,7 +57,9 @@ def print_sweep(title: str, name: str, points: Sequence[dict[str, Any]]) -> None
     """A sweep: one row per point."""
     table = _table(title, [name, *(heading for _, heading, _ in _SWEEP)])
     for point in points:
-        table.add_row(str(point[name]), *(_shown(_at(point["figures"], key), form) for key, _, form in _SWEEP))
+        value = point[name]
+        label = format(value, ".4g") if isinstance(value, float) else str(value)
+        table.add_row(label, *(_shown(_at(point["figures"], key), form) for key, _, form in _SWEEP))
     _console().print(table)
 
 

@@ -90,7 +90,8 @@ def test_more_load_is_slower_and_a_sweep_shows_it(simulate, workload, capsys):
     assert (status, document["swept"], [point["rate"] for point in document["points"]]) == (0, "rate", [0.05, 0.5, 2])
     waits = [point["figures"]["queue_s"]["mean"] for point in document["points"]]
     assert waits == sorted(waits) and waits[2] > 10 * waits[0]
-    assert "goodput/s" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "goodput/s" in shown and "│ 0.05 │" in shown
 
 
 def test_a_setting_is_swept(simulate, workload):
