@@ -1,7 +1,8 @@
 """The iteration trace: what the scheduler decided, one JSON-able record per iteration.
 
 A record holds the decisions of one plan and, in `events`, what came in since the record before: enough
-to feed the same arrivals to another scheduler and compare its plans. Keys:
+to feed the same arrivals to another scheduler and compare its plans (`python -m jaxserve.replay`). It
+holds lengths, never tokens or texts. Keys:
 
 | key | meaning |
 |---|---|
@@ -13,16 +14,26 @@ to feed the same arrivals to another scheduler and compare its plans. Keys:
 | unused_budget | token budget less tokens |
 | pages_free, pages_cached, pages_owned | after the iteration |
 | bucket | the compiled shape it ran in; None in simulation |
+| in_flight | instants of the plans made and not yet updated, oldest first, once this one is updated |
+| updated_at | instant of the update; None when no request ended in it, and none depends on it |
 | events | arrivals and early ends since the record before |
 
 Between iterations events may pile up: on an idle engine, or one that refuses many. After `MAX_EVENTS` of
-them, and at a flush, comes a record of `kind` "events": `events` and the lists of ids that
+them, and at a flush, comes a record of `kind` "events": `events`, `in_flight` and the lists of ids that
 ended or were rejected since the record before, and nothing of a plan. An iteration's record has no `kind`.
 
 An event has `kind` ("add", "abort", "expire"), `id`, `now` and `step`, the pair (plans made, plans
 updated) when it came: with steps in flight this places it exactly. An "add" also has `prompt`
 (tokens), `max_tokens`, `priority`, `tenant`, `deadline_at` and `outcome`: "slot", "queue" or the
 rejection's reason. An "abort" has `reason`.
+
+Calls in their order
+--------------------
+Plan k was made at its record's `now`, which `in_flight` of records before may already tell; it was made
+before whatever has a `step` of more than k plans, and before the update whose record counts it in flight.
+An "expire" happened when `schedule` began, whether or not that call made a plan; a call without a plan
+and without expiries changed nothing. In an iteration's `completed` the ids aborted with reason "stop"
+come first, in the order of their events; the others ended in the update itself.
 """
 
 from __future__ import annotations
@@ -43,7 +54,7 @@ from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 if TYPE_CHECKING:
     from jaxserve.scheduler.state import SchedulerState
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_EVENTS = 256
 """Most events kept until the next record."""
 
@@ -100,6 +111,8 @@ class TraceRecorder:
             self._event("expire", sequence.request_id, now)
         elif early:
             self._event("abort", sequence.request_id, now, reason=str(reason))
+        else:
+            self._updated_at = now
 
     def iteration(self, plan: StepPlan, now: float, bucket: Any) -> None:
         """A plan was updated: its record is complete."""
@@ -121,6 +134,8 @@ class TraceRecorder:
                 "pages_cached": scheduler.pages_cached,
                 "pages_owned": scheduler.pages_owned,
                 "bucket": bucket,
+                "in_flight": self._instants_in_flight(),
+                "updated_at": self._updated_at,
                 "events": self._events,
             }
         )
@@ -129,7 +144,8 @@ class TraceRecorder:
     def flush(self) -> None:
         """Hands over what came in since the record before, if anything did."""
         if self._events or any(self._ids.values()):
-            self._sink({"kind": "events", **self._ids, "events": self._events})
+            in_flight = self._instants_in_flight()
+            self._sink({"kind": "events", **self._ids, "in_flight": in_flight, "events": self._events})
             self._clear()
 
     def _event(self, kind: str, request_id: str, now: float, **details: Any) -> None:
@@ -138,7 +154,11 @@ class TraceRecorder:
         if len(self._events) >= MAX_EVENTS:
             self.flush()
 
+    def _instants_in_flight(self) -> list[float]:
+        return [flight.now for flight in self._scheduler._in_flight]
+
     def _clear(self) -> None:
+        self._updated_at: float | None = None
         self._events: list[dict[str, Any]] = []
         self._ids: dict[str, list[str]] = {key: [] for key in ("rejected", "completed", "aborted", "expired", "failed")}
 

@@ -1,0 +1,54 @@
+"""`python -m jaxserve.replay --trace=FILE`: exit 0 when the scheduler decides as recorded, 1 at a difference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+
+from jaxserve.config.flags import exit_with, parse_flags
+from jaxserve.scheduler import TraceWriter
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.sim.replayer import ReplayReport, replay
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Returns:
+      The exit status: 1 when the replay differs.
+
+    Raises:
+      SystemExit: non-zero on a bad argument or a damaged trace.
+    """
+    flags = parse_flags("replay", argv)
+    if not flags.trace:
+        exit_with("--trace is missing; name the file to replay")
+    if flags.trace in (flags.output, flags.perfetto):
+        exit_with(f"--trace and an output are both {flags.trace}; write to another file")
+    try:
+        reader = TraceReader(flags.trace)
+        header = reader.header
+        writer = TraceWriter(flags.output, model=header.model, config=header.config) if flags.output else None
+        with closing(writer) if writer else nullcontext():
+            report = replay(reader, sink=writer)
+    except (OSError, ValueError) as error:
+        exit_with(str(error))
+    _tell(report)
+    return 0 if report.difference is None else 1
+
+
+def _tell(report: ReplayReport) -> None:
+    if report.truncated_line is not None:
+        print(f"note: line {report.truncated_line} is cut short, as after a crash; it was left out")
+    equal = f"{report.num_iterations} iterations, {report.num_requests} requests, {report.num_plans} plans"
+    if report.difference is None:
+        print(f"equal: {equal}")
+        if ahead := report.num_plans - report.num_iterations:
+            print(f"{ahead} of the plans were in flight when the trace ended and have no record to compare")
+    else:
+        print(f"first difference: {report.difference}\nequal before it: {equal}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
