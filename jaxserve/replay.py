@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler import TraceWriter
 from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.sim.perfetto import PerfettoWriter
 from jaxserve.sim.replayer import ReplayReport, replay
 
 
@@ -27,15 +28,24 @@ def main(argv: Sequence[str]) -> int:
     if flags.trace in (flags.output, flags.perfetto):
         exit_with(f"--trace and an output are both {flags.trace}; write to another file")
     try:
-        reader = TraceReader(flags.trace)
-        header = reader.header
-        writer = TraceWriter(flags.output, model=header.model, config=header.config) if flags.output else None
-        with closing(writer) if writer else nullcontext():
-            report = replay(reader, sink=writer)
+        report = _replay(TraceReader(flags.trace), flags.output, flags.perfetto)
     except (OSError, ValueError) as error:
         exit_with(str(error))
     _tell(report)
     return 0 if report.difference is None else 1
+
+
+def _replay(reader: TraceReader, output: str | None, perfetto: str | None) -> ReplayReport:
+    """Replays into the files asked for; the export holds what was equal."""
+    header = reader.header
+    with ExitStack() as files:
+        writer = exporter = None
+        if output:
+            writer = files.enter_context(closing(TraceWriter(output, model=header.model, config=header.config)))
+        if perfetto:
+            file = files.enter_context(open(perfetto, "w", encoding="utf-8"))
+            exporter = files.enter_context(closing(PerfettoWriter(file, header)))
+        return replay(reader, sink=writer, observe=exporter)
 
 
 def _tell(report: ReplayReport) -> None:
