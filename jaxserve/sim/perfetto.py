@@ -129,7 +129,9 @@ class PerfettoWriter:
         place = {"pid": _PROCESS, "tid": _ENGINE_TRACK, "ts": self._microseconds(now)}
         self._put({"ph": "i", "name": name, "cat": "event", **place, "s": "p", "args": args})
 
-    def _complete(self, track: int, name: str, cat: str, began_at: float, ended_at: float, args: dict[str, Any]) -> None:
+    def _complete(
+        self, track: int, name: str, cat: str, began_at: float, ended_at: float, args: dict[str, Any]
+    ) -> None:
         begin, end = self._microseconds(began_at), self._microseconds(ended_at)
         place = {"pid": _PROCESS, "tid": track, "ts": begin, "dur": end - begin}
         self._put({"ph": "X", "name": name, "cat": cat, **place, "args": args})

@@ -11,7 +11,14 @@ import pytest
 
 from jaxserve.core import FinishReason
 from jaxserve.scheduler import TraceWriter
-from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, EventsRecord, ExpireEvent, IterationRecord, TraceReader
+from jaxserve.scheduler.trace_reader import (
+    AbortEvent,
+    AddEvent,
+    EventsRecord,
+    ExpireEvent,
+    IterationRecord,
+    TraceReader,
+)
 from tests.scheduler.harness import Harness, make_config, make_request
 
 
@@ -83,13 +90,17 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
         (2, lambda r: r.update(kind="x"), 'FILE line 2: kind is "x"; it must be "events" or absent'),
         (3, lambda r: r.pop("queue"), "FILE line 3: queue is missing; it must be a list of request ids"),
         (3, lambda r: r.update(queue=[1]), "queue is [1]; it must be a list of request ids"),
-        (3, lambda r: r.update(prefill=[["a", "b"]]), "prefill is [[\"a\", \"b\"]]; it must be a list of [request id"),
+        (3, lambda r: r.update(prefill=[["a", "b"]]), 'prefill is [["a", "b"]]; it must be a list of [request id'),
         (3, lambda r: r.update(pages_free=-1), "pages_free is -1; it must be an integer of at least 0"),
         (3, lambda r: r.update(pages_free=True), "pages_free is true; it must be an integer of at least 0"),
         (3, lambda r: r.update(now="1"), 'now is "1"; it must be a number of seconds'),
         (3, lambda r: r.update(in_flight=[None]), "in_flight is [null]; it must be a list of instants"),
         (3, lambda r: r.update(updated_at="x"), 'updated_at is "x"; it must be a number of seconds or null'),
-        (3, lambda r: r.update(iteration=2), "iteration is 2; it must be 1, the next one: lines are missing or doubled"),
+        (
+            3,
+            lambda r: r.update(iteration=2),
+            "iteration is 2; it must be 1, the next one: lines are missing or doubled",
+        ),
         (2, lambda r: r.update(events={}), "events is {}; it must be a list of events"),
         (2, lambda r: r["events"].append(5), "FILE line 2 event 4 is 5; it must be an object"),
         (2, lambda r: r["events"][0].update(prompt=0), "FILE line 2 event 0: prompt is 0; it must be an integer of at"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def test_spans_of_a_slot_do_not_overlap_whatever_is_in_flight(tmp_path: Path, se
         if event["ph"] == "X":
             tracks[event["tid"]].append(event)
     for spans in tracks.values():
-        for before, after in zip(spans, spans[1:], strict=False):
+        for before, after in pairwise(spans):
             assert before["ts"] + before["dur"] <= after["ts"], (before, after)
     slots = [event for track, spans in tracks.items() if track for event in spans]
     planned = sum(len(r["decode"]) + sum(n for _, n in r["prefill"]) for r in harness.records if "kind" not in r)

@@ -156,7 +156,14 @@ def test_expiries_of_one_call_may_fill_several_records(tmp_path: Path) -> None:
     harness.add(make_request("first", 4, 9))
     harness.add(*(make_request(f"r{index}", deadline_at=1.5) for index in range(count)))
     harness.run()
-    assert [record.get("kind") for record in harness.records[:7]] == ["events", "events", None, None, *["events"] * 2, None]
+    assert [record.get("kind") for record in harness.records[:7]] == [
+        "events",
+        "events",
+        None,
+        None,
+        *["events"] * 2,
+        None,
+    ]
     assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
 
 

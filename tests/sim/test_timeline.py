@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,5 +81,5 @@ def test_every_iteration_has_one_span_and_none_overlap(tmp_path: Path, seed: int
     found = list(spans(TraceReader(path)))
     assert [span.record.iteration for span in found] == list(range(len(found)))
     assert len(found) == sum("kind" not in record for record in harness.records)
-    assert all(before.ended_at <= after.began_at for before, after in zip(found, found[1:], strict=False))
+    assert all(before.ended_at <= after.began_at for before, after in pairwise(found))
     assert all(span.duration_s >= 0.0 for span in found)
