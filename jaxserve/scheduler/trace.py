@@ -80,6 +80,7 @@ class TraceRecorder:
         self._scheduler = scheduler
         self._sink = sink
         self._num_updated = 0
+        self._updated_at: float | None = None
         self._clear()
 
     def added(self, sequence: Sequence, now: float, rejection: Rejection | None) -> None:
@@ -158,7 +159,7 @@ class TraceRecorder:
         return [flight.now for flight in self._scheduler._in_flight]
 
     def _clear(self) -> None:
-        self._updated_at: float | None = None
+        self._updated_at = None
         self._events: list[dict[str, Any]] = []
         self._ids: dict[str, list[str]] = {key: [] for key in ("rejected", "completed", "aborted", "expired", "failed")}
 

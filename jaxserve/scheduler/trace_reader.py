@@ -210,9 +210,16 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
         **common,
         iteration=num_updated,
         now=line.instant("now"),
-        **{key: line.ids(key) for key in ("decode", "prefill_emitted", "preempted", "queue", "active")},
+        decode=line.ids("decode"),
         prefill=line.chunks("prefill"),
-        **{key: line.integer(key, 0) for key in ("unused_budget", "pages_free", "pages_cached", "pages_owned")},
+        prefill_emitted=line.ids("prefill_emitted"),
+        preempted=line.ids("preempted"),
+        queue=line.ids("queue"),
+        active=line.ids("active"),
+        unused_budget=line.integer("unused_budget", 0),
+        pages_free=line.integer("pages_free", 0),
+        pages_cached=line.integer("pages_cached", 0),
+        pages_owned=line.integer("pages_owned", 0),
         updated_at=line.instant_or_null("updated_at"),
     )
 
