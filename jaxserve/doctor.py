@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from jaxserve.sim.summarizer import summarize
 from jaxserve.sim.trace_summary import TraceSummary
 
 _TIMEOUT_S = 10.0
+_WIDTH = 100
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,7 +82,7 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
     lines += [f"  {name:<28}{value:.6g}" for name, value in diagnosis.figures.items()]
     if diagnosis.flags:
         lines.append(f"  try: {' '.join(f'--{flag}' for flag in diagnosis.flags)}")
-    return [*lines, f"  {diagnosis.advice}"]
+    return lines + textwrap.wrap(diagnosis.advice, _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler import TraceWriter
@@ -25,8 +26,9 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags("replay", argv)
     if not flags.trace:
         exit_with("--trace is missing; name the file to replay")
-    if flags.trace in (flags.output, flags.perfetto):
-        exit_with(f"--trace and an output are both {flags.trace}; write to another file")
+    paths = [Path(path).resolve() for path in (flags.trace, flags.output, flags.perfetto) if path]
+    if len(set(paths)) < len(paths):
+        exit_with("two of --trace, --output and --perfetto are the same file; write to another file")
     try:
         report = _replay(TraceReader(flags.trace), flags.output, flags.perfetto)
     except (OSError, ValueError) as error:

@@ -193,6 +193,8 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
     kind = line.data.get("kind")
     if kind not in (None, "events"):
         line.wrong("kind", '"events" or absent')
+    if kind is None and line.integer("iteration") != num_updated:
+        line.wrong("iteration", f"{num_updated}, the next one: lines are missing or doubled")
     in_flight = line.instants("in_flight")
     num_plans = num_updated + len(in_flight) + (kind is None)
     common: dict[str, Any] = {
@@ -204,8 +206,6 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
     }
     if kind == "events":
         return EventsRecord(**common)
-    if line.integer("iteration") != num_updated:
-        line.wrong("iteration", f"{num_updated}, the next one: lines are missing or doubled")
     return IterationRecord(
         **common,
         iteration=num_updated,

@@ -13,5 +13,5 @@ def test_a_live_server_is_examined(server, capsys):
     report = json.loads(capsys.readouterr().out)
     summary = report["summary"]
     assert summary["ended"]["completed"] >= 1 and summary["ttft_s"]["count"] >= 1
-    assert summary["itl_s"]["count"] >= 5 and 0.0 < summary["e2e_s"]["p50"]
+    assert summary["itl_s"]["count"] >= 5 and summary["e2e_s"]["p50"] > 0.0
     assert all(diagnosis["says"] for diagnosis in report["diagnoses"])

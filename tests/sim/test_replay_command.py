@@ -78,12 +78,14 @@ def test_plans_without_a_record_are_told(tmp_path: Path, capsys: pytest.CaptureF
 def test_mistakes_and_damage_are_named(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--trace is missing" in refusal(capsys)
     before = trace.read_bytes()
-    assert "write to another file" in refusal(capsys, f"--trace={trace}", f"--output={trace}")
+    beside = trace.parent / "." / "x" / ".." / trace.name
+    assert "write to another file" in refusal(capsys, f"--trace={trace}", f"--output={beside}")
+    assert "write to another file" in refusal(capsys, f"--trace={trace}", "--output=a", "--perfetto=a")
     assert trace.read_bytes() == before
     assert "No such file" in refusal(capsys, f"--trace={tmp_path}/none")
     assert f"{tmp_path}/no/x" in refusal(capsys, f"--trace={trace}", f"--output={tmp_path}/no/x")
     trace.write_text(trace.read_text() + "{}\n")
-    assert "in_flight is missing; it must be a list of instants" in refusal(capsys, f"--trace={trace}")
+    assert "iteration is missing; it must be an integer" in refusal(capsys, f"--trace={trace}")
 
 
 def test_it_runs_as_a_program_without_jax_or_numpy_in_any_hash_order(trace: Path, tmp_path: Path) -> None:
