@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, EventsRecord, ExpireEvent, TraceEvent, TraceHeader
-from jaxserve.sim.timeline import Span, Timeline
+from jaxserve.sim.iteration_spans import Span, Timeline
 
 _PROCESS = 1
 _ENGINE_TRACK = 0

@@ -1,7 +1,7 @@
 """Summarizer: from the records of a trace to its `TraceSummary`, in one pass.
 
 It keeps what grows with requests and tokens as numbers only. A token's instant is the end of its iteration
-(`jaxserve.sim.timeline`).
+(`jaxserve.sim.iteration_spans`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxserve.core import FinishReason
 from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, EventsRecord, IterationRecord, TraceReader
 from jaxserve.sim.iteration_cost import CostFit, IterationCost
 from jaxserve.sim.spread import Spread, spread_of
-from jaxserve.sim.timeline import Span, Timeline
+from jaxserve.sim.iteration_spans import Span, Timeline
 from jaxserve.sim.trace_summary import STALL_CAUSES, TAIL, TraceSummary
 
 _ENDS = ("completed", "aborted", "expired", "failed")

@@ -1,4 +1,4 @@
-"""Timeline: when each iteration of a trace ran.
+"""Iteration spans: when each iteration of a trace ran.
 
 A record tells when its plan was made, and when it was updated only if a request ended in it. Where it does
 not, the update is set at the first instant known to lie after it: an event, a plan or another update. An

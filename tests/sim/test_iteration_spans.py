@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult
 from jaxserve.scheduler.trace_reader import TraceReader
-from jaxserve.sim.timeline import spans
+from jaxserve.sim.iteration_spans import spans
 from tests.scheduler.harness import make_config, make_request
 from tests.sim.recording import random_run, write_trace
 
