@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.config.checks import at_least, one_of
+from jaxserve.config.policy_config import POLICY_FIELDS, PolicyConfig
+
 DTYPES = ("float32", "bfloat16")
-POLICIES = ("fcfs",)
-RESERVATIONS = ("guaranteed",)
-PREEMPTIONS = ("pause",)
 KV_CACHE_DTYPES = ("auto",)
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu")
 MAX_PAGE_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits the scheduler works under; all counts.
+class SchedulerConfig(PolicyConfig):
+    """Limits the scheduler works under, all counts, and its policies.
 
     Attributes:
       max_num_seqs: slots.
@@ -29,10 +29,9 @@ class SchedulerConfig:
       num_pages: pages in the pool, the null page 0 included.
       max_model_len: most tokens (prompt + output) of one request.
       max_queue_requests, max_queue_tokens: bounds of the waiting queue (tokens: prompt + max output).
-      priority_preemption: a higher-priority arrival without a free slot may preempt a lower one.
-      arrivals_claim_slots: an arrival may take a free slot ahead of the waiting queue.
       max_prefill_seqs: most requests with a prompt chunk in one iteration.
-      policy, reservation, preemption: named objects of `jaxserve.scheduler.policies`.
+      max_steps_ahead: plans that may be in flight when the next one is made.
+      arrivals_claim_slots: an arrival may take a free slot ahead of the waiting queue.
     """
 
     max_num_seqs: int = 8
@@ -44,20 +43,17 @@ class SchedulerConfig:
     max_queue_requests: int = 256
     max_queue_tokens: int = 1 << 20
     max_prefill_seqs: int = 8
-    priority_preemption: bool = False
+    max_steps_ahead: int = 0
     arrivals_claim_slots: bool = False
-    policy: str = "fcfs"
-    reservation: str = "guaranteed"
-    preemption: str = "pause"
 
     def __post_init__(self) -> None:
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _at_least("prefill_chunk", self.prefill_chunk, 1)
-        _at_least("max_model_len", self.max_model_len, 2)
-        _at_least("max_queue_requests", self.max_queue_requests, 0)
-        _at_least("max_queue_tokens", self.max_queue_tokens, 0)
-        _at_least("max_prefill_seqs", self.max_prefill_seqs, 1)
+        at_least("max_num_seqs", self.max_num_seqs, 1)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        at_least("prefill_chunk", self.prefill_chunk, 1)
+        at_least("max_model_len", self.max_model_len, 2)
+        at_least("max_queue_requests", self.max_queue_requests, 0)
+        at_least("max_queue_tokens", self.max_queue_tokens, 0)
+        at_least("max_prefill_seqs", self.max_prefill_seqs, 1)
         check_page_size(self.page_size)
         if self.num_pages < 2:
             raise ValueError(
@@ -68,9 +64,8 @@ class SchedulerConfig:
                 f"max_num_seqs is {self.max_num_seqs} and max_num_batched_tokens is {self.max_num_batched_tokens};"
                 " every slot needs one token per iteration, so max_num_seqs must be at most max_num_batched_tokens"
             )
-        _one_of("policy", self.policy, POLICIES)
-        _one_of("reservation", self.reservation, RESERVATIONS)
-        _one_of("preemption", self.preemption, PREEMPTIONS)
+        at_least("max_steps_ahead", self.max_steps_ahead, 0)
+        self.check_policies()
 
     @property
     def pages_per_seq(self) -> int:
@@ -79,7 +74,7 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineConfig(PolicyConfig):
     """Settings of one engine; None means "choose from the model and the machine".
 
     Attributes:
@@ -93,7 +88,6 @@ class EngineConfig:
       memory_fraction: share of the device's free memory that weights, workspace and KV may use.
       num_pages: KV pages; sized from memory when None.
       kv_cache_dtype: "auto" is `dtype`; there is no other yet.
-      enable_prefix_caching: must be False; there is no prefix cache yet.
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
       scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.
       compile_cache: folder of compiled programs; "" leaves jax's own setting; None: under the cache folder.
@@ -114,14 +108,9 @@ class EngineConfig:
     num_pages: int | None = None
     memory_fraction: float = 0.8
     kv_cache_dtype: str = "auto"
-    enable_prefix_caching: bool = False
     tensor_parallel_size: int = 1
     max_queue_requests: int = 256
     max_queue_tokens: int = 1 << 20
-    priority_preemption: bool = False
-    policy: str = "fcfs"
-    reservation: str = "guaranteed"
-    preemption: str = "pause"
     attention_implementation: str = "auto"
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
@@ -131,21 +120,19 @@ class EngineConfig:
     trace_file: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, DTYPES)
+        one_of("dtype", self.dtype, DTYPES)
         check_page_size(self.page_size)
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction is {self.memory_fraction}; it must be in (0, 1]")
-        _at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.num_pages is not None:
-            _at_least("num_pages", self.num_pages, 2)
+            at_least("num_pages", self.num_pages, 2)
         if self.prefill_chunk is not None:
-            _at_least("prefill_chunk", self.prefill_chunk, 1)
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if self.enable_prefix_caching:
-            raise ValueError("enable_prefix_caching is true; this version has no prefix cache, so it must be false")
-        _one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
+            at_least("prefill_chunk", self.prefill_chunk, 1)
+        one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
         if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 2)
+            at_least("max_model_len", self.max_model_len, 2)
         self.scheduler_config(max_model_len=self.max_model_len or 2, num_pages=self.num_pages or 2)
 
     def scheduler_config(self, *, max_model_len: int, num_pages: int) -> SchedulerConfig:
@@ -171,10 +158,7 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_queue_requests=self.max_queue_requests,
             max_queue_tokens=self.max_queue_tokens,
-            priority_preemption=self.priority_preemption,
-            policy=self.policy,
-            reservation=self.reservation,
-            preemption=self.preemption,
+            **{name: getattr(self, name) for name in POLICY_FIELDS},
         )
 
 
@@ -182,13 +166,3 @@ def check_page_size(page_size: int) -> None:
     """Raises ValueError unless `page_size` is a power of two in [1, 256]."""
     if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
         raise ValueError(f"page_size is {page_size}; it must be a power of two from 1 to {MAX_PAGE_SIZE}")
-
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} is {value}; it must be an integer of at least {low}")
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")

@@ -8,6 +8,8 @@ from typing import Any
 
 from absl.flags import ArgumentParser
 
+from jaxserve.config.service_class import ServiceClass, read_service_classes
+
 
 class IntParser(ArgumentParser[int]):
     """An integer in [low, high]."""
@@ -98,3 +100,15 @@ class TextParser(ArgumentParser[str]):
 
     def flag_type(self) -> str:
         return "text"
+
+
+class ServiceClassParser(ArgumentParser[tuple[ServiceClass, ...]]):
+    """A file of service classes."""
+
+    syntactic_help = "a JSON file"
+
+    def parse(self, argument: Any) -> tuple[ServiceClass, ...]:
+        return argument if isinstance(argument, tuple) else read_service_classes(argument)
+
+    def flag_type(self) -> str:
+        return "file"

@@ -12,12 +12,17 @@ from jaxserve.config.engine_config import (
     ATTENTION_IMPLEMENTATIONS,
     DTYPES,
     KV_CACHE_DTYPES,
-    POLICIES,
-    PREEMPTIONS,
-    RESERVATIONS,
     EngineConfig,
 )
-from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, TextParser
+from jaxserve.config.flag_parsers import (
+    ChoiceParser,
+    FloatParser,
+    IntParser,
+    ListParser,
+    ServiceClassParser,
+    TextParser,
+)
+from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
 
 ENGINE_COMMANDS = frozenset({"server"})
 """Commands that take every engine flag."""
@@ -90,16 +95,31 @@ FLAGS: tuple[Flag, ...] = (
         ("max_queue_requests", _INT, "most requests that wait; more are refused"),
         ("max_queue_tokens", _INT, "most tokens, prompt and output, that wait; more are refused"),
         ("policy", ChoiceParser(POLICIES), "order of the waiting queue"),
+        ("priority_aging_s", _FLOAT, "policy priority: seconds of waiting that outweigh one point of priority"),
+        ("sjf_aging_tokens_per_s", _FLOAT, "policy sjf: tokens of work that a second of waiting outweighs"),
+        ("edf_default_s", _FLOAT, "policy edf: deadline after arrival of a request without one"),
+        ("fair_input_weight", _FLOAT, "policy fair: service counted per prompt token"),
+        ("fair_output_weight", _FLOAT, "policy fair: service counted per output token"),
+        ("service_classes", ServiceClassParser(), "JSON file of service classes: limits, targets and defaults"),
+        ("queue_displacement", _BOOL, "an arrival at a full queue may displace a queued request of lower class"),
         ("reservation", ChoiceParser(RESERVATIONS), "pages a request must find to be admitted"),
-        ("preemption", ChoiceParser(PREEMPTIONS), "what a preempted request gives up"),
+        ("expected_quantile", _FLOAT, "reservation expected: quantile of the observed output lengths"),
+        ("preemption", ChoiceParser(PREEMPTIONS), "what a preempted request gives up: its slot, or its pages too"),
+        ("victim", ChoiceParser(VICTIMS), "whom of the lowest class a preemption hits"),
+        ("max_preemptions", _INT, "a request preempted so often is not preempted again"),
         ("priority_preemption", _BOOL, "a request of higher priority may take the slot of a lower one"),
+        ("long_prefill_token_threshold", _INT, "a prompt with more tokens left than this is long; 0: none is"),
+        ("max_long_prefills", _INT, "most long prompts with a chunk in one iteration"),
+        ("itl_target_s", _FLOAT, "prompts get what this step time leaves after decode; default: the whole budget"),
+        ("batching", ChoiceParser(BATCHINGS), "continuous; static and request_dynamic are there for comparison"),
+        ("batch_timeout_s", _FLOAT, "batching request_dynamic: longest wait for a batch to fill"),
     ),
     *_engine(
         "KV cache and memory",
         ("page_size", _INT, "tokens per KV page; a power of two up to 256"),
         ("num_pages", _INT, "KV pages, the null page included; default: as many as memory_fraction allows"),
         ("kv_cache_dtype", ChoiceParser(KV_CACHE_DTYPES), "of KV pages; auto: the model's"),
-        ("enable_prefix_caching", _BOOL, "reuse pages of shared prompt beginnings; must be false"),
+        ("enable_prefix_caching", _BOOL, "keep full pages of ended requests and share them between equal beginnings"),
         ("memory_fraction", _FLOAT, "share of the free memory for weights, workspace and KV pages"),
     ),
     *_engine(

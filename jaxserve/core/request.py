@@ -17,6 +17,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the client went away or asked
     EXPIRED = "expired"  # its deadline passed
     ERROR = "error"  # it failed; others went on
+    DISPLACED = "displaced"  # a request of higher class took its place in the queue
 
 
 class Priority:
@@ -43,6 +44,8 @@ class Request:
       priority: lower first.
       deadline_at: instant of the engine's clock after which the request expires.
       tenant: for fairness and cache isolation.
+      service_class: name of a configured `ServiceClass`, or "" for none.
+      cache_salt: requests share cached pages only with those of the same tenant and salt.
     """
 
     request_id: str
@@ -54,6 +57,8 @@ class Request:
     priority: int = Priority.NORMAL
     deadline_at: float | None = None
     tenant: str = ""
+    service_class: str = ""
+    cache_salt: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Rejection, Request
 from jaxserve.scheduler.sequence import Sequence
@@ -38,11 +40,25 @@ def deadline_passed(deadline_at: float, now: float) -> Rejection:
     return Rejection("deadline", f"the deadline passed {now - deadline_at:.3f} s before the request arrived")
 
 
+def deadline_infeasible(left_s: float, needed_s: float) -> Rejection:
+    """It could not have a first token in time."""
+    message = f"the deadline is {left_s:.3f} s away and a first token takes about {needed_s:.3f} s at the present load"
+    return Rejection("deadline_infeasible", message + "; try again later", needed_s)
+
+
+def unknown_class(request: Request, known: Iterable[str]) -> Rejection:
+    """It names a service class that is not configured."""
+    names = ", ".join(name for name in known if name) or "none is configured"
+    return Rejection("unknown_class", f"service class {request.service_class!r} is not one of: {names}")
+
+
 def queue_full(
     config: SchedulerConfig, waiting: WaitingQueue, sequence: Sequence, reason: str, retry_after_s: float
 ) -> Rejection:
     """The bound that `WaitingQueue.refusal` named is reached."""
-    if reason == "queue_full_requests":
+    if reason.startswith("queue_full_class"):
+        full = f"the queue of service class {sequence.request.service_class} is full"
+    elif reason == "queue_full_requests":
         full = f"{len(waiting)} requests wait; the limit is {config.max_queue_requests} (max_queue_requests)"
     else:
         full = (

@@ -10,7 +10,10 @@ from jaxserve.core import FinishReason
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. offered = completed + rejected + expired + aborted + failed + live, at any time."""
+    """Since the start. offered = completed + rejected + expired + aborted + failed + live, at any time.
+
+    `recomputed_tokens` lost their K/V to a preemption, `cached_tokens` were found in the prefix cache.
+    """
 
     offered: int = 0
     completed: int = 0
@@ -18,6 +21,8 @@ class Counters:
     aborted: int = 0
     failed: int = 0
     preemptions: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
     rejected: dict[str, int] = field(default_factory=dict)  # by reason
 
     @property
@@ -45,12 +50,15 @@ class Counters:
                 self.expired += 1
             case FinishReason.ERROR:
                 self.failed += 1
+            case FinishReason.DISPLACED:
+                self.count_rejection("displaced")
 
 
 class DepartureRate:
     """How fast requests and their tokens leave, from the last departures: the basis of Retry-After."""
 
     WINDOW = 64
+    SETTLED = 8
     DEFAULT_S = 1.0
     MIN_S, MAX_S = 0.1, 120.0
 
@@ -64,6 +72,11 @@ class DepartureRate:
             self._tokens -= self._departures[0][1]
         self._departures.append((now, num_tokens))
         self._tokens += num_tokens
+
+    @property
+    def is_settled(self) -> bool:
+        """Enough have left for the pace to mean something."""
+        return len(self._departures) >= self.SETTLED
 
     def seconds_until(self, num_requests: int, num_tokens: int, now: float) -> float:
         """When so many requests holding so many tokens should have left, at the observed pace.

@@ -30,8 +30,12 @@ def _check_conservation(scheduler: SchedulerState) -> None:
 
 def _check_queue(scheduler: SchedulerState) -> None:
     config, queue = scheduler.config, scheduler._waiting
-    assert len(queue) <= config.max_queue_requests, f"{len(queue)} requests wait"
-    assert queue.num_tokens <= config.max_queue_tokens, f"{queue.num_tokens} tokens wait"
+    # Whom a running request's need of pages sent back may stand beyond the bounds: it was admitted within them.
+    fresh = [sequence for sequence in queue if not (sequence.num_preemptions and scheduler._reservation.grows)]
+    assert len(fresh) <= config.max_queue_requests, f"{len(fresh)} requests wait"
+    assert sum(s.max_total_tokens for s in fresh) <= config.max_queue_tokens, f"{queue.num_tokens} tokens wait"
+    assert len(queue) <= config.max_queue_requests + config.max_num_seqs, f"{len(queue)} requests wait in all"
+    assert len(queue) == sum(1 for _ in queue), f"the queue counts {len(queue)} requests"
     tokens = sum(sequence.max_total_tokens for sequence in queue)
     assert tokens == queue.num_tokens, f"the queue counts {queue.num_tokens} tokens and holds {tokens}"
 
@@ -48,12 +52,13 @@ def _check_states(scheduler: SchedulerState) -> None:
         has_deadline = sequence.request.deadline_at is not None
         assert (sequence in scheduler._deadlines) == has_deadline, f"{request_id}: deadline is not watched"
         if waiting and not sequence.num_preemptions:
-            assert not sequence.pages and not sequence.num_reserved_pages, f"{request_id} waits with pages"
+            assert not sequence.pages and not sequence.num_promised_pages, f"{request_id} waits with pages"
     for slot, sequence in scheduler._running.items():
         assert sequence.slot == slot, f"{sequence.request_id} is at slot {slot} and says {sequence.slot}"
         assert scheduler._live.get(sequence.request_id) is sequence, f"{sequence.request_id} runs but is not live"
         assert not sequence.fully_scheduled, f"{sequence.request_id} holds a slot it does not need"
-    for sequence in (*scheduler._waiting, *scheduler._deadlines):
+    deadlines = (sequence for _, sequence in scheduler._deadlines.entries())
+    for sequence in (*scheduler._waiting, *deadlines):
         assert scheduler._live.get(sequence.request_id) is sequence, f"{sequence.request_id} ended but is listed"
 
 
@@ -61,16 +66,23 @@ def _check_pages(scheduler: SchedulerState) -> None:
     holders = {sequence.arrival: sequence for sequence in scheduler._live.values()}
     for flight in scheduler._in_flight:
         holders |= {sequence.arrival: sequence for sequence in (*flight.decode, *flight.prefill)}
-    owner: dict[int, str] = {}
+    holders_of: dict[int, list[str]] = {}
     for sequence in holders.values():
         for page in sequence.pages:
-            assert page not in owner, f"page {page} belongs to {owner[page]} and {sequence.request_id}"
-            assert page != 0 and not scheduler._pages.is_free(page), f"page {page} of {sequence.request_id} is free"
-            owner[page] = sequence.request_id
-        needed = -(-sequence.num_scheduled // scheduler.config.page_size)
-        assert len(sequence.pages) == needed, f"{sequence.request_id} has {len(sequence.pages)} pages, needs {needed}"
-        assert len(sequence.pages) <= sequence.num_reserved_pages, f"{sequence.request_id} has pages not set aside"
-    assert len(owner) == scheduler.pages_owned, f"{scheduler.pages_owned} pages are owned, {len(owner)} are held"
-    reserved = sum(sequence.num_reserved_pages for sequence in holders.values())
-    assert reserved == scheduler._reservation.num_reserved, f"{reserved} pages are set aside, counted otherwise"
-    assert reserved <= scheduler.config.num_pages - 1, f"{reserved} pages are set aside, more than exist"
+            holders_of.setdefault(page, []).append(sequence.request_id)
+        if not sequence.restarted:
+            needed = -(-sequence.num_scheduled // scheduler.config.page_size)
+            assert len(sequence.pages) == needed, f"{sequence.request_id} has {len(sequence.pages)} pages, not {needed}"
+        assert sequence.num_promised_pages >= 0, f"{sequence.request_id} is owed {sequence.num_promised_pages} pages"
+    pages = scheduler._pages
+    for page, ids in holders_of.items():
+        assert page != 0, f"{ids} hold the null page"
+        assert pages.num_owners(page) == len(ids), f"page {page} counts {pages.num_owners(page)} owners, has {ids}"
+        assert len(ids) == 1 or scheduler.config.enable_prefix_caching, f"page {page} belongs to {ids}"
+        assert not pages.cache.is_idle(page), f"page {page} of {ids} counts as let go"
+    assert len(holders_of) == scheduler.pages_owned, f"{scheduler.pages_owned} pages owned, {len(holders_of)} are held"
+    promised = sum(sequence.num_promised_pages for sequence in holders.values())
+    assert promised == scheduler._reservation.num_promised, f"{promised} pages are promised, counted otherwise"
+    if scheduler.config.reservation != "exact":  # there only the worst moment has to fit
+        available = pages.num_available
+        assert promised <= available, f"{promised} pages are promised, {available} are available"

@@ -1,14 +1,21 @@
-"""PageAllocator: which KV pages are free.
+"""PageAllocator: which KV pages are free, owned or kept for their content.
 
-Page 0 is the null page, target of all padding: it is never handed out. Every other page is either free
-or owned by exactly one sequence. The lowest free page goes first, so the same calls always give the
-same pages.
+Page 0 is the null page, target of all padding: it is never handed out. Every other page is in one state:
+
+    FREE ──allocate──▶ OWNED by one sequence or shared by several ──last release──▶ FREE, or CACHED if its
+      ▲                  ▲                                                            content has a hash
+      └──── evicted ─────┴── shared ────────────────────────── CACHED ◀──────────────────────┘
+
+The lowest free page goes first; when none is free, the cached page that was let go longest ago. The
+same calls always give the same pages.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+
+from jaxserve.scheduler.prefix_cache import PrefixCache
 
 
 class PageAllocator:
@@ -20,35 +27,68 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_usable = num_pages - 1
+        self.cache = PrefixCache()
         self._free = list(range(1, num_pages))  # ascending, hence a heap
-        self._is_free = bytearray([0]) + bytearray([1]) * self.num_usable
+        self._num_owners = [0] * num_pages
 
     @property
     def num_free(self) -> int:
-        """Pages nobody owns."""
+        """Pages nobody owns and whose content is worth nothing."""
         return len(self._free)
 
     @property
+    def num_cached(self) -> int:
+        """Pages nobody owns, kept for their content until they are needed."""
+        return self.cache.num_idle
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can hand out."""
+        return len(self._free) + self.cache.num_idle
+
+    @property
     def num_owned(self) -> int:
-        """Pages handed out."""
-        return self.num_usable - len(self._free)
+        """Pages with an owner, each counted once."""
+        return self.num_usable - self.num_available
 
     def allocate(self, count: int) -> list[int]:
-        """Takes the `count` lowest free pages, ascending. The caller reserved them: they exist."""
-        assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
-        pages = [heapq.heappop(self._free) for _ in range(count)]
+        """Takes pages: the lowest free ones, then cached ones. The caller was promised them: they exist."""
+        assert count <= self.num_available, f"{count} pages asked for, {self.num_available} available"
+        pages = [heapq.heappop(self._free) if self._free else self.cache.evict() for _ in range(count)]
         for page in pages:
-            self._is_free[page] = 0
+            self._num_owners[page] = 1
         return pages
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Returns pages; none of them may be free already."""
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds an owner to pages that are owned or cached."""
         for page in pages:
-            assert 0 < page <= self.num_usable, f"page {page} is not in 1..{self.num_usable}"
-            assert not self._is_free[page], f"page {page} is freed twice"
-            self._is_free[page] = 1
-            heapq.heappush(self._free, page)
+            if not self._num_owners[page]:
+                self.cache.revive(page)
+            self._num_owners[page] += 1
 
-    def is_free(self, page: int) -> bool:
-        """Whether nobody owns `page`; False for the null page."""
-        return bool(self._is_free[page])
+    def release(self, pages: Sequence[int]) -> None:
+        """Takes one owner from each; the last ones of a sequence become the first to be evicted."""
+        for page in reversed(pages):
+            assert self._num_owners[page] > 0, f"page {page} is released and has no owner"
+            self._num_owners[page] -= 1
+            if not self._num_owners[page] and not self.cache.retire(page):
+                heapq.heappush(self._free, page)
+
+    def num_owners(self, page: int) -> int:
+        """Sequences that hold `page`."""
+        return self._num_owners[page]
+
+    def num_private(self, pages: Iterable[int], shared: Collection[int] = ()) -> int:
+        """How many of `pages` have a single owner and are not among `shared`, about to have another."""
+        owners = self._num_owners
+        return sum(1 for page in pages if owners[page] == 1 and page not in shared)
+
+    def num_unowned(self, pages: Iterable[int]) -> int:
+        """How many of `pages` are cached and would stop being available if they were shared."""
+        owners = self._num_owners
+        return sum(1 for page in pages if not owners[page])
+
+    def drop_cache(self) -> None:
+        """Frees every cached page and forgets the content of owned ones."""
+        for page in self.cache.clear():
+            heapq.heappush(self._free, page)

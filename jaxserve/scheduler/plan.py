@@ -55,13 +55,15 @@ class Placement:
     """A request took a slot in this iteration: the device resets the slot's sampling state.
 
     `num_output_tokens` is above 0 for one that was preempted; `last_token_id` is then the token its
-    next decode row feeds, or -1 when a prompt chunk comes first.
+    next decode row feeds, or -1 when a prompt chunk comes first. `num_cached_tokens` need no chunk: their
+    K/V was found in the prefix cache.
     """
 
     request_id: str
     slot: int
     num_output_tokens: int
     last_token_id: int
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

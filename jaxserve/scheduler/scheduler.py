@@ -61,7 +61,8 @@ What may never happen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
@@ -70,6 +71,7 @@ from jaxserve.scheduler import admission
 from jaxserve.scheduler.plan import DecodeRow, PageUpdate, Placement, PrefillChunk, StepPlan, StepResult, TokenEvent
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight, SchedulerState
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.trace import TraceRecorder
 
 
@@ -85,6 +87,8 @@ class Scheduler(SchedulerState):
     def __init__(self, config: SchedulerConfig, trace: Callable[[dict[str, Any]], None] | None = None) -> None:
         super().__init__(config)
         self._events: list[TokenEvent] = []
+        self._step_time = StepTimeModel()
+        self._updated_at = -math.inf
         self._trace = TraceRecorder(self, trace) if trace else None
 
     # Arrivals and aborts
@@ -104,8 +108,12 @@ class Scheduler(SchedulerState):
         self._num_arrivals += 1
         self.counters.offered += 1
         rejection = self._unacceptable(request, now)
-        if rejection is None and not self._place(sequence):
-            rejection = self._enqueue(sequence, now)
+        if rejection is None:
+            self._enter(sequence)
+            if not self._place(sequence):
+                rejection = self._enqueue(sequence, now)
+            if rejection is not None:
+                self._leave(sequence)
         if rejection is not None:
             self.counters.count_rejection(rejection.reason)
         else:
@@ -144,16 +152,22 @@ class Scheduler(SchedulerState):
         Returns:
           An empty plan, not to be dispatched or updated, when no request holds a slot.
         """
+        assert len(self._in_flight) <= self.config.max_steps_ahead, (
+            f"{len(self._in_flight)} plans are in flight; the limit is {self.config.max_steps_ahead} (max_steps_ahead)"
+        )
         self._expire(now)
-        self._promote()
+        starved = self._secure_pages() if self._reservation.grows else ()
+        # What a preemption gave back is for those that run.
+        if not self._preempted or not self._running:
+            self._promote(now)
         if not self._running:
             return StepPlan(self._num_plans)
         placements, pages = self._new_placements()
-        running = list(self._running.values())
+        running = [sequence for sequence in self._running.values() if sequence not in starved]
         decoding = [sequence for sequence in running if sequence.decode_ready]
-        prefilling = [sequence for sequence in running if not sequence.decode_ready]
         rows = [self._decode_row(sequence, pages) for sequence in decoding]
-        chunks = self._prefill_chunks(prefilling, self.config.max_num_batched_tokens - len(rows), pages)
+        chosen = self._choose_prompts(running, len(rows))
+        chunks = [self._chunk(sequence, size, pages) for sequence, size in chosen]
         plan = StepPlan(
             iteration=self._num_plans,
             decode=tuple(rows),
@@ -162,12 +176,14 @@ class Scheduler(SchedulerState):
             pages=tuple(pages),
             preempted=tuple(self._preempted),
         )
-        flight = Flight(plan, now, decoding, prefilling[: len(chunks)])
-        for sequence in (*flight.decode, *flight.prefill):
-            self._depart(sequence, now)
-        self._in_flight.append(flight)
-        self._preempted = []
-        self._num_plans += 1
+        for sequence in decoding:
+            self._depart(sequence, 1, now)
+        for sequence, size in chosen:
+            self._depart(sequence, size, now)
+        if not plan.empty:
+            self._in_flight.append(Flight(plan, now, decoding, [sequence for sequence, _ in chosen]))
+            self._preempted = []
+            self._num_plans += 1
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float, bucket: Any = None) -> list[TokenEvent]:
@@ -184,12 +200,17 @@ class Scheduler(SchedulerState):
         assert flight.plan.iteration == plan.iteration, (
             f"plan {plan.iteration} is updated before plan {flight.plan.iteration}"
         )
+        num_prefill = plan.num_tokens - len(plan.decode)
+        self._step_time.observe(len(plan.decode), num_prefill, now - max(flight.now, self._updated_at))
+        self._updated_at = now
         events: list[TokenEvent] = []
-        for row, (sequence, token) in enumerate(zip(flight.decode, result.decode_tokens, strict=True)):
-            self._land(sequence, token, "decode", row, now, events)
+        decode = zip(flight.decode, plan.decode, result.decode_tokens, strict=True)
+        for row, (sequence, decoded, token) in enumerate(decode):
+            self._land(sequence, decoded.position + 1, token, "decode", row, now, events)
         chunks = zip(flight.prefill, plan.prefill, result.prefill_tokens, strict=True)
         for row, (sequence, chunk, token) in enumerate(chunks):
-            self._land(sequence, token if chunk.emits else None, "prefill", row, now, events)
+            end = chunk.start + len(chunk.token_ids)
+            self._land(sequence, end, token if chunk.emits else None, "prefill", row, now, events)
         if self._trace:
             self._trace.iteration(plan, flight.now, bucket)
         return events
@@ -208,22 +229,40 @@ class Scheduler(SchedulerState):
             return rejection
         if request.request_id in self._live:
             return admission.duplicate_id(request)
-        if request.deadline_at is not None and request.deadline_at <= now:
-            return admission.deadline_passed(request.deadline_at, now)
+        if request.service_class not in self._classes:
+            return admission.unknown_class(request, self._classes)
+        if request.deadline_at is not None:
+            if request.deadline_at <= now:
+                return admission.deadline_passed(request.deadline_at, now)
+            needed_s = self._least_seconds(request, now)
+            if now + needed_s > request.deadline_at:
+                return admission.deadline_infeasible(request.deadline_at - now, needed_s)
         return None
+
+    def _least_seconds(self, request: Request, now: float) -> float:
+        """Seconds to a first token: the wait at the pace of late, and its chunks in the fastest steps seen."""
+        config = self.config
+        num_chunks = -(-request.num_prompt_tokens // min(config.prefill_chunk, config.max_num_batched_tokens))
+        wait_s = 0.0
+        if not self._slots.num_free and self._departures.is_settled:
+            wait_s = self._departures.seconds_until(len(self._waiting) + 1, 0, now)
+        return wait_s + num_chunks * self._step_time.fastest_s
 
     def _place(self, sequence: Sequence) -> bool:
         """Gives an arrival a slot, a free one or a lower class's; changes nothing when it cannot."""
+        if not self._batching.refills or self._class_is_full(sequence.request.service_class):
+            return False
+        if self._waiting.is_beyond_bound:
+            return False
         if self._slots.num_free:
-            if not self._may_take_free_slot(sequence) or not self._reservation.reserve(sequence):
+            if not self._may_take_free_slot(sequence) or not self._reserve(sequence):
                 return False
         else:
             if not self.config.priority_preemption:
                 return False
-            victim = self._preemption.victim(sequence, self._running.values())
-            # The victim keeps its pages and waits: without pages for the newcomer or a place for the
-            # victim it is not disturbed.
-            if victim is None or self._waiting.refusal(victim) or not self._reservation.reserve(sequence):
+            victim = self._victims.for_slot(sequence, self._running.values())
+            # Without pages for the newcomer or a place for the victim it is not disturbed.
+            if victim is None or self._waiting.refusal(victim) or not self._reserve(sequence, victim):
                 return False
             self._preempt(victim)
         self._occupy(sequence)
@@ -240,6 +279,9 @@ class Scheduler(SchedulerState):
     def _enqueue(self, sequence: Sequence, now: float) -> Rejection | None:
         waiting = self._waiting
         reason = waiting.refusal(sequence)
+        if reason is not None and (displaced := waiting.displaceable(sequence)) is not None:
+            self._end_early(displaced, FinishReason.DISPLACED, now)
+            reason = None
         if reason is None:
             waiting.push(sequence)
             return None
@@ -247,13 +289,48 @@ class Scheduler(SchedulerState):
         retry_after_s = self._departures.seconds_until(max(len(waiting), 1), excess, now)
         return admission.queue_full(self.config, waiting, sequence, reason, retry_after_s)
 
-    def _promote(self) -> None:
+    def _promote(self, now: float) -> None:
+        front = self._waiting.front()
+        if front is None:
+            return
+        num_busy = len(self._live) - len(self._waiting)
+        if not self._batching.may_fill(num_busy, len(self._waiting), now - front.arrived_at):
+            return
         while self._slots.num_free:
-            sequence = self._waiting.front()
-            if sequence is None or not sequence.resumable or not self._reservation.reserve(sequence):
+            front = self._waiting.front()
+            if front is None or not front.resumable:
                 return
-            self._waiting.remove(sequence)
-            self._occupy(sequence)
+            if not self._reserve(front):
+                # A paused one needs no page it does not have, and its end brings the front nearer to its own.
+                front = self._waiting.paused()
+                if front is None or not front.resumable or not self._reserve(front):
+                    return
+            self._waiting.remove(front)
+            self._occupy(front)
+
+    def _secure_pages(self) -> list[Sequence]:
+        """Finds a page for every decode row that needs a new one, at other requests' expense if it must.
+
+        Returns:
+          Those that go without a row in this iteration: the pages they are to get are not back yet.
+        """
+        starved: list[Sequence] = []
+        self._returning = [sequence for sequence in self._returning if sequence.num_in_flight]
+        for sequence in list(self._running.values()):
+            has_room = len(sequence.pages) * self.config.page_size > sequence.num_scheduled
+            # A slot may have been lost to an earlier one's need.
+            if sequence.slot == NO_SLOT or not sequence.decode_ready or has_room or sequence.num_promised_pages:
+                continue
+            while not self._reservation.grow(sequence):
+                victim = None if self._returning else self._victims.for_pages(self._running.values())
+                if victim is not None:
+                    self._preempt(victim)
+                    if victim.num_in_flight:
+                        self._returning.append(victim)
+                if victim is None or victim is sequence:
+                    starved.append(sequence)
+                    break
+        return starved
 
     # Planning
 
@@ -273,26 +350,46 @@ class Scheduler(SchedulerState):
         self._advance(sequence, 1, pages)
         return row
 
-    def _prefill_chunks(self, sequences: list[Sequence], budget: int, pages: list[PageUpdate]) -> list[PrefillChunk]:
-        """Chunks of the first of `sequences`, as many as the budget reaches."""
-        chunks: list[PrefillChunk] = []
-        for sequence in sequences[: self.config.max_prefill_seqs]:
-            if budget <= 0:
+    def _choose_prompts(self, running: Collection[Sequence], num_decode: int) -> list[tuple[Sequence, int]]:
+        """Who gets a chunk, in promotion order, and of how many tokens; as many as the budget reaches."""
+        config = self.config
+        budget = self._prefill_budget(num_decode)
+        chosen: list[tuple[Sequence, int]] = []
+        num_long = 0
+        for sequence in running:
+            if budget <= 0 or len(chosen) == config.max_prefill_seqs:
                 break
-            start = sequence.num_scheduled
-            end = min(sequence.num_prompt_tokens, start + self.config.prefill_chunk, start + budget)
-            chunks.append(
-                PrefillChunk(
-                    request_id=sequence.request_id,
-                    slot=sequence.slot,
-                    start=start,
-                    token_ids=sequence.request.prompt_token_ids[start:end],
-                    emits=end == sequence.num_prompt_tokens and sequence.request.max_tokens > 0,
-                )
-            )
-            self._advance(sequence, end - start, pages)
-            budget -= end - start
-        return chunks
+            left = sequence.num_prefill_tokens - sequence.num_scheduled
+            if left <= 0:
+                continue
+            if 0 < config.long_prefill_token_threshold < left:
+                if num_long == config.max_long_prefills:
+                    continue
+                num_long += 1
+            size = min(left, config.prefill_chunk, budget)
+            chosen.append((sequence, size))
+            budget -= size
+        return chosen
+
+    def _prefill_budget(self, num_decode: int) -> int:
+        """Prompt tokens of this iteration: what decode rows leave of the budget, and of the step time."""
+        budget = self.config.max_num_batched_tokens - num_decode
+        if self.config.itl_target_s is None or not num_decode:
+            return budget
+        fitting = self._step_time.prefill_tokens_within(self.config.itl_target_s, num_decode)
+        # A page's worth at least: prompts go on under any target.
+        return budget if fitting is None else min(budget, max(fitting, self.config.page_size))
+
+    def _chunk(self, sequence: Sequence, size: int, pages: list[PageUpdate]) -> PrefillChunk:
+        start, end = sequence.num_scheduled, sequence.num_scheduled + size
+        self._advance(sequence, size, pages)
+        return PrefillChunk(
+            request_id=sequence.request_id,
+            slot=sequence.slot,
+            start=start,
+            token_ids=sequence.token_ids(start, end),
+            emits=end == sequence.num_prefill_tokens and sequence.request.max_tokens > 0,
+        )
 
     # Ending
 
@@ -301,13 +398,29 @@ class Scheduler(SchedulerState):
             self._end_early(front[1], FinishReason.EXPIRED, now)
 
     def _land(
-        self, sequence: Sequence, token: int | None, source: str, row: int, now: float, events: list[TokenEvent]
+        self,
+        sequence: Sequence,
+        num_written: int,
+        token: int | None,
+        source: str,
+        row: int,
+        now: float,
+        events: list[TokenEvent],
     ) -> None:
-        """One row of a step came back; `token` is None for a chunk that emits nothing."""
+        """One row of a step came back.
+
+        Args:
+          num_written: tokens of it whose K and V are in its pages.
+          token: None for a chunk that emits nothing.
+        """
         sequence.num_in_flight -= 1
         if sequence.finish_reason is not None:
             self._release_pages(sequence)
             return
+        if sequence.restarted:
+            self._release_pages(sequence)
+        elif self.config.enable_prefix_caching:
+            self._remember_pages(sequence, num_written)
         reason: FinishReason | None = None
         stop_token_id: int | None = None
         if token is not None:
@@ -317,7 +430,7 @@ class Scheduler(SchedulerState):
                 reason, stop_token_id = FinishReason.STOP, token
             elif count == sequence.request.max_tokens:
                 reason = FinishReason.LENGTH
-        elif sequence.fully_scheduled and not sequence.num_in_flight:
+        elif sequence.fully_scheduled and not sequence.num_in_flight and not sequence.restarted:
             reason = FinishReason.LENGTH  # max_tokens is 0: the prompt's scores were all it asked for
         if reason is not None:
             self._end(sequence, reason, now)
@@ -336,6 +449,9 @@ class Scheduler(SchedulerState):
         if not self._waiting.remove(sequence) and sequence.slot != NO_SLOT:
             self._vacate(sequence)
         self._release_pages(sequence)
+        self._leave(sequence)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._lengths.observe(len(sequence.output_token_ids))
         self.counters.count_end(reason)
         self._departures.observe(now, sequence.max_total_tokens)
         if self._trace:

@@ -26,9 +26,15 @@ class Sequence:
         [0, num_scheduled) is valid for the next plan.
       output_token_ids: tokens the host has seen; trails by the steps in flight.
       pages: pages held, in token order.
-      num_reserved_pages: pages set aside for it, those in `pages` included.
+      num_promised_pages: pages it does not hold yet and will find free (see `reservations`).
       num_in_flight: plans not yet updated that carry a row of it.
-      num_preemptions: times it lost its slot to another request.
+      num_preemptions: times it lost its slot.
+      num_prefill_tokens: tokens that come in chunks: the prompt, and after a recompute the outputs it had.
+      num_outputs_at_start: output tokens it had when it took its slot.
+      num_cached_tokens: tokens found in the prefix cache when it took its first slot.
+      restarted: it lost its pages; until it gets a slot again nothing of it is in the pool.
+      page_names: of its full pages as far as they were needed, see `prefix_cache`.
+      num_named_pages: of its pages, from the first, those entered in the prefix cache.
       first_scheduled_at: instant of the first plan with a row of it.
       finish_reason: None while it is live.
     """
@@ -40,18 +46,24 @@ class Sequence:
     num_scheduled: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
-    num_reserved_pages: int = 0
+    num_promised_pages: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
+    num_outputs_at_start: int = 0
+    num_cached_tokens: int = 0
+    restarted: bool = False
+    page_names: list[bytes] = field(default_factory=list, repr=False)
+    num_named_pages: int = 0
     first_scheduled_at: float | None = None
     finish_reason: FinishReason | None = None
     stop_ids: frozenset[int] = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False, repr=False)
+    num_prefill_tokens: int = field(init=False, repr=False)
     num_kv_tokens: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stop_ids = self.request.stop_ids
-        self.num_prompt_tokens = self.request.num_prompt_tokens
+        self.num_prompt_tokens = self.num_prefill_tokens = self.request.num_prompt_tokens
         # The last output token is sampled and never fed back, so its K/V is not written.
         self.num_kv_tokens = self.num_prompt_tokens + max(self.request.max_tokens - 1, 0)
 
@@ -66,9 +78,14 @@ class Sequence:
         return self.num_prompt_tokens + self.request.max_tokens
 
     @property
+    def num_known_tokens(self) -> int:
+        """Prompt and the output tokens the host has seen."""
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
     def decode_ready(self) -> bool:
-        """Its whole prompt is scheduled: the next row feeds the last sampled token."""
-        return self.num_scheduled >= self.num_prompt_tokens
+        """All its chunks are scheduled: the next row feeds the last sampled token."""
+        return self.num_scheduled >= self.num_prefill_tokens
 
     @property
     def fully_scheduled(self) -> bool:
@@ -82,12 +99,25 @@ class Sequence:
 
     @property
     def resumable(self) -> bool:
-        """It may take a slot now: the token its next row feeds is known on the host.
+        """It may take a slot now: the tokens its next row feeds are known on the host, its old pages are free.
 
         One that lost its slot with a step in flight waits for that step; on the device its last token
         was in the slot it gave up.
         """
-        return self.num_in_flight == 0 or not self.decode_ready
+        return self.num_in_flight == 0 or not (self.decode_ready or self.restarted)
+
+    @property
+    def has_gained(self) -> bool:
+        """It has a token more than when it took its slot."""
+        return len(self.output_token_ids) > self.num_outputs_at_start
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens [start, end) of prompt and outputs."""
+        prompt = self.request.prompt_token_ids
+        if end <= self.num_prompt_tokens:
+            return prompt[start:end]
+        outputs = self.output_token_ids[max(start - self.num_prompt_tokens, 0) : end - self.num_prompt_tokens]
+        return (*prompt[start:], *outputs)
 
     @property
     def last_token_id(self) -> int:

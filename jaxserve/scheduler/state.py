@@ -11,13 +11,19 @@ from dataclasses import dataclass
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler import invariants
+from jaxserve.scheduler.batching import Batching
 from jaxserve.scheduler.counters import Counters, DepartureRate
+from jaxserve.scheduler.length_estimator import LengthEstimator
+from jaxserve.scheduler.orders import ORDERS
 from jaxserve.scheduler.page_allocator import PageAllocator
 from jaxserve.scheduler.plan import PageUpdate, StepPlan
-from jaxserve.scheduler.policies import ORDERS, PREEMPTIONS, RESERVATIONS
+from jaxserve.scheduler.prefix_cache import page_name, root_of
+from jaxserve.scheduler.reservations import RESERVATIONS
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
+from jaxserve.scheduler.sequence_heap import SequenceHeap
 from jaxserve.scheduler.slots import SlotPool
-from jaxserve.scheduler.waiting_queue import SequenceHeap, WaitingQueue
+from jaxserve.scheduler.victims import VictimChoice
+from jaxserve.scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +46,18 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.counters = Counters()
-        self._reservation = RESERVATIONS[config.reservation](config)
-        self._preemption = PREEMPTIONS[config.preemption](config)
+        self._lengths = LengthEstimator()
         self._pages = PageAllocator(config.num_pages)
+        self._reservation = RESERVATIONS[config.reservation](config, self._pages, self._lengths)
+        self._victims = VictimChoice(config.victim, config.max_preemptions)
+        self._batching = Batching(config)
         self._slots = SlotPool(config.max_num_seqs)
-        self._waiting = WaitingQueue(config, ORDERS[config.policy](config))
+        self._order = ORDERS[config.policy](config, self._lengths)
+        self._waiting = WaitingQueue(config, self._order, self._class_is_full)
+        self._classes = ("", *(c.name for c in config.service_classes))
+        self._returning: list[Sequence] = []  # lost their pages with a step in flight, which still needs them
+        self._max_slots = {c.name: c.max_slots for c in config.service_classes if c.max_slots is not None}
+        self._num_slots_held = dict.fromkeys(self._max_slots, 0)
         self._deadlines = SequenceHeap()
         self._departures = DepartureRate()
         self._live: dict[str, Sequence] = {}
@@ -79,13 +92,13 @@ class SchedulerState:
 
     @property
     def pages_free(self) -> int:
-        """Pages without owner; free + cached + owned = num_pages - 1."""
+        """Pages without owner and content; free + cached + owned = num_pages - 1."""
         return self._pages.num_free
 
     @property
     def pages_cached(self) -> int:
-        """Pages kept for their content alone: none, ended requests leave nothing behind."""
-        return 0
+        """Pages kept for their content alone."""
+        return self._pages.num_cached
 
     @property
     def pages_owned(self) -> int:
@@ -131,9 +144,70 @@ class SchedulerState:
 
     # Moves
 
+    def _class_is_full(self, name: str) -> bool:
+        limit = self._max_slots.get(name)
+        return limit is not None and self._num_slots_held[name] >= limit
+
+    def _reserve(self, sequence: Sequence, victim: Sequence | None = None) -> bool:
+        """Promises a sequence its pages and gives it those that the prefix cache has; False: no change."""
+        shared = self._cached_pages(sequence)
+        if not self._reservation.reserve(sequence, self._running.values(), victim=victim, shared=shared):
+            return False
+        if shared:
+            self._pages.share(shared)
+            sequence.pages += shared
+            sequence.num_scheduled = len(shared) * self.config.page_size
+            sequence.num_named_pages = len(shared)
+            self.counters.cached_tokens += sequence.num_scheduled
+            if not sequence.num_preemptions:
+                sequence.num_cached_tokens = sequence.num_scheduled
+        return True
+
+    def _cached_pages(self, sequence: Sequence) -> list[int]:
+        """Pages of its beginning; the last token is always computed, and so are prompts that want scores."""
+        if not self.config.enable_prefix_caching or sequence.num_scheduled or sequence.pages:
+            return []
+        if sequence.request.params.prompt_logprobs is not None:
+            return []
+        self._name_pages(sequence, (sequence.num_known_tokens - 1) // self.config.page_size)
+        return self._pages.cache.find(sequence.page_names[: (sequence.num_known_tokens - 1) // self.config.page_size])
+
+    def _name_pages(self, sequence: Sequence, count: int) -> None:
+        size, names = self.config.page_size, sequence.page_names
+        while len(names) < count:
+            parent = names[-1] if names else root_of(sequence.request)
+            names.append(page_name(parent, sequence.token_ids(len(names) * size, (len(names) + 1) * size)))
+
+    def _remember_pages(self, sequence: Sequence, num_written: int) -> None:
+        """Enters the full pages among the first `num_written` tokens in the prefix cache."""
+        count = num_written // self.config.page_size
+        if count <= sequence.num_named_pages:
+            return
+        self._name_pages(sequence, count)
+        for index in range(sequence.num_named_pages, count):
+            self._pages.cache.enter(sequence.page_names[index], sequence.pages[index])
+        sequence.num_named_pages = count
+
+    def _enter(self, sequence: Sequence) -> None:
+        """It asks for service; `_leave` when it no longer does."""
+        if self._order.counters is not None:
+            self._order.counters.enter(sequence.request.tenant)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if self._order.counters is not None:
+            self._order.counters.leave(sequence.request.tenant)
+
     def _occupy(self, sequence: Sequence) -> None:
         sequence.slot = self._slots.take()
         self._running[sequence.slot] = self._unplaced[sequence.slot] = sequence
+        sequence.num_outputs_at_start = len(sequence.output_token_ids)
+        if sequence.restarted:
+            sequence.restarted = False
+            sequence.num_prefill_tokens = sequence.num_known_tokens
+        if sequence.request.service_class in self._num_slots_held:
+            self._num_slots_held[sequence.request.service_class] += 1
+        if self._order.counters is not None:
+            self._order.counters.serve(sequence.request.tenant)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Frees the slot of a sequence that holds one."""
@@ -141,19 +215,29 @@ class SchedulerState:
         self._unplaced.pop(sequence.slot, None)
         self._slots.give(sequence.slot)
         sequence.slot = NO_SLOT
+        if sequence.request.service_class in self._num_slots_held:
+            self._num_slots_held[sequence.request.service_class] -= 1
 
     def _preempt(self, victim: Sequence) -> None:
+        """Sends a sequence from its slot to the queue, with its pages or without."""
         self._vacate(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
         self._preempted.append(victim.request_id)
+        if self.config.preemption == "recompute":
+            self.counters.recomputed_tokens += victim.num_scheduled
+            victim.num_scheduled = 0
+            victim.restarted = True
+            self._release_pages(victim)
         self._waiting.push(victim)
 
-    def _depart(self, sequence: Sequence, now: float) -> None:
+    def _depart(self, sequence: Sequence, num_tokens: int, now: float) -> None:
         """A row of it is in a plan; after its last one the slot is the next plan's to use."""
         sequence.num_in_flight += 1
         if sequence.first_scheduled_at is None:
             sequence.first_scheduled_at = now
+        if self._order.counters is not None:
+            self._order.counters.charge(sequence, num_tokens)
         if sequence.fully_scheduled:
             self._vacate(sequence)
 
@@ -163,14 +247,16 @@ class SchedulerState:
         held = len(sequence.pages)
         lacking = -(-sequence.num_scheduled // self.config.page_size) - held
         if lacking > 0:
+            self._reservation.take(sequence, lacking)
             new = self._pages.allocate(lacking)
             sequence.pages += new
             pages.append(PageUpdate(sequence.slot, held, tuple(new)))
 
     def _release_pages(self, sequence: Sequence) -> None:
-        """Frees the pages of an ended sequence once no step in flight can touch them."""
+        """Gives back promises at once, and pages as soon as no step in flight can touch them."""
+        self._reservation.release(sequence)
         if sequence.num_in_flight:
             return
-        self._pages.free(sequence.pages)
+        self._pages.release(sequence.pages)
         sequence.pages = []
-        self._reservation.release(sequence)
+        sequence.num_named_pages = 0

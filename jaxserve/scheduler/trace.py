@@ -64,6 +64,7 @@ _LISTS = {
     FinishReason.ABORT: "aborted",
     FinishReason.EXPIRED: "expired",
     FinishReason.ERROR: "failed",
+    FinishReason.DISPLACED: "rejected",
 }
 
 logger = logging.getLogger(__name__)

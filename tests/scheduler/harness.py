@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.config.policy_config import GROWING_RESERVATIONS
 from jaxserve.core import Rejection, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult, TokenEvent
 
 STOP_ID = 1007
+Content = tuple[Any, ...]
 
 
 def make_config(**changes: Any) -> SchedulerConfig:
@@ -55,11 +58,15 @@ class FakeDevice:
         self._page_size = config.page_size
         self._tables: list[dict[int, int]] = [{} for _ in range(config.max_num_seqs)]
         self._last_token = [-1] * config.max_num_seqs
-        self._memory: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> (owner, position)
+        self._memory: dict[tuple[int, int], Content] = {}  # by (page, offset)
         self._sample = sample
 
-    def run(self, plan: StepPlan, owner_of: Callable[[str], int]) -> StepResult:
-        """Writes every row's K/V, then checks that every row finds its whole context."""
+    def run(self, plan: StepPlan, content_of: Callable[[str, int], Content]) -> StepResult:
+        """Writes every row's K/V, then checks that every row finds its whole context.
+
+        Args:
+          content_of: what K/V of a request's token at a position is; its last item is the token.
+        """
         for placement in plan.placements:
             self._tables[placement.slot] = {}
             self._last_token[placement.slot] = placement.last_token_id
@@ -71,11 +78,15 @@ class FakeDevice:
         spans += [(c.request_id, c.slot, c.start, c.start + len(c.token_ids)) for c in plan.prefill]
         for request_id, slot, start, end in spans:
             for position in range(start, end):
-                self._memory[self._place(slot, position)] = (owner_of(request_id), position)
+                self._memory[self._place(slot, position)] = content_of(request_id, position)
         for request_id, slot, _, end in spans:
             for position in range(end):
                 found = self._memory.get(self._place(slot, position))
-                assert found == (owner_of(request_id), position), f"{request_id} finds {found} at {position}"
+                assert found == content_of(request_id, position), f"{request_id} finds {found} at {position}"
+        for chunk in plan.prefill:
+            for position, token in enumerate(chunk.token_ids, chunk.start):
+                right = content_of(chunk.request_id, position)[-1]
+                assert token == right, f"{chunk.request_id} is fed {token} at {position}, not {right}"
         for row in plan.decode:
             fed, right = self._last_token[row.slot], self._sample(row.request_id, row.position)
             assert fed == right, f"{row.request_id} is fed {fed} at {row.position}, not {right}"
@@ -108,7 +119,7 @@ class Harness:
         lag: int = 0,
         sample: Callable[[str, int], int] = lambda request_id, position: position,
     ) -> None:
-        self.config = config or make_config()
+        self.config = replace(config or make_config(), max_steps_ahead=lag)
         self.records: list[dict[str, Any]] = []
         self.scheduler = Scheduler(self.config, trace=self.records.append)
         self.plans: list[StepPlan] = []
@@ -117,6 +128,8 @@ class Harness:
         self.ends: dict[str, str] = {}
         self.now = 0.0
         self._lag = lag
+        self._sample = sample
+        self._chains: dict[int, list[tuple[int, int]]] = {}  # by arrival: hash of all tokens so far, token
         self._device = FakeDevice(self.config, sample)
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
 
@@ -125,6 +138,7 @@ class Harness:
         answers = []
         for request in requests:
             answers.append(self.scheduler.add(request, self.now))
+            self._take(self.scheduler.take_events())
             if answers[-1] is None:
                 self.outputs[request.request_id] = []
                 self.ends.pop(request.request_id, None)
@@ -149,7 +163,7 @@ class Harness:
         self.scheduler.check_invariants()
         if not plan.empty:
             self.plans.append(plan)
-            self._in_flight.append((plan, self._device.run(plan, self._owner)))
+            self._in_flight.append((plan, self._device.run(plan, self._content)))
         keep = self._lag if not plan.empty else max(len(self._in_flight) - 1, 0)
         while len(self._in_flight) > keep:
             self._land(*self._in_flight.popleft())
@@ -164,8 +178,17 @@ class Harness:
             self.step()
         raise AssertionError(f"still live after {limit} steps: {self.scheduler.live_ids}")
 
-    def _owner(self, request_id: str) -> int:
-        return self.scheduler.sequence(request_id).arrival
+    def _content(self, request_id: str, position: int) -> Content:
+        """Whose it is, or who may share it, and all tokens up to it."""
+        sequence = self.scheduler.sequence(request_id)
+        request = sequence.request
+        shares = (request.tenant, request.cache_salt) if self.config.enable_prefix_caching else sequence.arrival
+        chain = self._chains.setdefault(sequence.arrival, [])
+        prompt = request.prompt_token_ids
+        for at in range(len(chain), position + 1):
+            token = prompt[at] if at < len(prompt) else self._sample(request_id, at)
+            chain.append((hash((chain[-1] if chain else 0, token)), token))
+        return (shares, *chain[position])
 
     def _land(self, plan: StepPlan, result: StepResult) -> None:
         events = self.scheduler.update(plan, result, self.now)
@@ -195,11 +218,15 @@ class Harness:
         slots = [row.slot for row in plan.decode] + [chunk.slot for chunk in plan.prefill]
         assert len(set(slots)) == len(slots)
         assert plan.empty == (not slots)
-        if plan.empty:
+        # With pages promised one by one, those that go without may be all, until a step in flight has landed.
+        may_starve = config.reservation in GROWING_RESERVATIONS
+        if plan.empty and not (may_starve and self._in_flight):
             assert scheduler.num_free_slots == config.max_num_seqs
         # A prompt token is only computed once every decode-ready slot has its row.
         left_out = (
             set(scheduler.active_ids) - {r.request_id for r in plan.decode} - {c.request_id for c in plan.prefill}
         )
         for request_id in left_out:
-            assert not scheduler.sequence(request_id).decode_ready, f"{request_id} got no token"
+            sequence = scheduler.sequence(request_id)
+            lacks_page = len(sequence.pages) * config.page_size == sequence.num_scheduled
+            assert not sequence.decode_ready or (may_starve and lacks_page), f"{request_id} got no token"

@@ -53,7 +53,7 @@ def test_the_slot_of_a_request_that_ends_by_length_is_used_by_the_next_plan() ->
 
 
 def test_updates_come_in_the_order_of_plans() -> None:
-    scheduler = Harness().scheduler
+    scheduler = Harness(lag=1).scheduler
     scheduler.add(make_request("a"), 0.0)
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
     with pytest.raises(AssertionError, match="plan 1 is updated before plan 0"):

@@ -120,7 +120,7 @@ def test_nothing_to_do_is_an_empty_plan_that_counts_for_nothing() -> None:
 
 def test_work_of_an_iteration_does_not_grow_with_the_queue() -> None:
     def calls_of_a_step(num_waiting: int) -> int:
-        harness = Harness(make_config(max_num_seqs=2, max_queue_requests=10_000, max_model_len=64))
+        harness = Harness(make_config(max_num_seqs=2, max_queue_requests=10_000, max_model_len=64), lag=1)
         scheduler = harness.scheduler
         for index in range(num_waiting + 2):
             assert scheduler.add(make_request(f"r{index}", 4, 40), 0.0) is None

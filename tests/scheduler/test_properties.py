@@ -6,12 +6,25 @@ the end: everyone admitted has ended, with the tokens it has to have, and nothin
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from jaxserve.config import ServiceClass
+from jaxserve.config.policy_config import (
+    BATCHINGS,
+    GROWING_RESERVATIONS,
+    POLICIES,
+    PREEMPTIONS,
+    RESERVATIONS,
+    VICTIMS,
+)
 from jaxserve.core import FinishReason, Request, SamplingParams
 from tests.scheduler.harness import STOP_ID, Harness, make_config, make_request
+
+CLASSES = (ServiceClass("bulk", max_slots=1, max_queue_requests=2, max_queue_tokens=60),)
 
 
 def sample(request_id: str, position: int) -> int:
@@ -44,6 +57,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue_tokens=st.sampled_from([30, 90, 1000]),
         preemption=st.booleans(),
         claims=st.booleans(),
+        policies=st.fixed_dictionaries(
+            {
+                "policy": st.sampled_from(POLICIES),
+                "reservation": st.sampled_from(RESERVATIONS),
+                "preemption": st.sampled_from(PREEMPTIONS),
+                "victim": st.sampled_from(VICTIMS),
+                "max_preemptions": st.integers(1, 3),
+                "batching": st.sampled_from(BATCHINGS),
+                "batch_timeout_s": st.sampled_from([0.5, 4.0]),
+                "enable_prefix_caching": st.booleans(),
+                "queue_displacement": st.booleans(),
+                "long_prefill_token_threshold": st.sampled_from([0, 6]),
+                "max_long_prefills": st.integers(1, 2),
+                "itl_target_s": st.sampled_from([None, 0.5, 1.5]),
+                "service_classes": st.sampled_from([(), CLASSES]),
+            }
+        ),
     )
     def start(
         self,
@@ -57,7 +87,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         queue_tokens: int,
         preemption: bool,
         claims: bool,
+        policies: dict[str, Any],
     ) -> None:
+        if policies["reservation"] in GROWING_RESERVATIONS:
+            policies["preemption"] = "recompute"
         self.harness = Harness(
             make_config(
                 max_num_seqs=slots,
@@ -69,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_queue_tokens=queue_tokens,
                 priority_preemption=preemption,
                 arrivals_claim_slots=claims,
+                **policies,
             ),
             lag,
             sample,
@@ -83,10 +117,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience=st.none() | st.floats(-1.0, 30.0),
         min_tokens=st.integers(0, 3),
         ignore_eos=st.booleans(),
+        tenant=st.sampled_from(["", "a", "b"]),
+        named=st.booleans(),
     )
     def arrive(
-        self, prompt: int, output: int, priority: int, patience: float | None, min_tokens: int, ignore_eos: bool
+        self,
+        prompt: int,
+        output: int,
+        priority: int,
+        patience: float | None,
+        min_tokens: int,
+        ignore_eos: bool,
+        tenant: str,
+        named: bool,
     ) -> None:
+        has_classes = bool(self.harness.config.service_classes)
         params = SamplingParams(max_tokens=None, min_tokens=min_tokens, ignore_eos=ignore_eos)
         request = make_request(
             f"r{self.offered}",
@@ -96,6 +141,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             params=params,
             eos_token_ids=(STOP_ID,),
             deadline_at=None if patience is None else self.harness.now + patience,
+            tenant=tenant,
+            service_class=CLASSES[0].name if named and has_classes else "",
         )
         self.offered += 1
         (rejection,) = self.harness.add(request)
@@ -123,7 +170,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, counters = self.harness.scheduler, self.harness.scheduler.counters
         assert counters.offered == self.offered
         assert scheduler.num_running + scheduler.num_waiting == len(self.admitted) - len(self.harness.ends)
-        assert counters.num_rejected == self.offered - len(self.admitted)
+        displaced = list(self.harness.ends.values()).count(FinishReason.DISPLACED)
+        assert counters.num_rejected == self.offered - len(self.admitted) + displaced
 
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
@@ -138,10 +186,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert output == whole
             else:
                 assert output == whole[: len(output)]
-        assert scheduler.pages_free == harness.config.num_pages - 1
+        assert scheduler.pages_free + scheduler.pages_cached == harness.config.num_pages - 1
+        assert harness.config.enable_prefix_caching or not scheduler.pages_cached
         assert scheduler.num_free_slots == harness.config.max_num_seqs
         assert (scheduler.num_waiting, scheduler.num_waiting_tokens, scheduler.take_events()) == (0, 0, [])
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)

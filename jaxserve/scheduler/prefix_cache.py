@@ -1,0 +1,93 @@
+"""PrefixCache: which page holds the K and V of which beginning of a prompt.
+
+A full page's content depends on its tokens and on all before them, so its name is a hash over its tokens
+and the name of the page before: equal names, equal K and V. The chain starts from the tenant and the
+request's salt; who shares neither cannot find, nor time, another's pages.
+
+A page is entered once its K and V are written, and leaves when it is evicted. Of two pages of the same
+name the first is kept in the index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from jaxserve.core import Request
+
+_DIGEST_BYTES = 16
+
+
+def root_of(request: Request) -> bytes:
+    """What the chain of a request's pages starts from."""
+    scope = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}"
+    return hashlib.blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+
+
+def page_name(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a full page.
+
+    Args:
+      parent: of the page before, or the root.
+      token_ids: its tokens.
+    """
+    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
+
+
+class PrefixCache:
+    """An index of pages by name, and the order in which those without an owner are evicted."""
+
+    def __init__(self) -> None:
+        self._page_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # without owner, let go longest ago first
+
+    @property
+    def num_idle(self) -> int:
+        """Pages without an owner."""
+        return len(self._idle)
+
+    def enter(self, name: bytes, page: int) -> None:
+        """An owned page's content is written; ignored when the name, or the page, has an entry."""
+        if name not in self._page_of and page not in self._name_of:
+            self._page_of[name] = page
+            self._name_of[page] = name
+
+    def find(self, names: Iterable[bytes]) -> list[int]:
+        """Pages of the longest run of `names` that is there."""
+        pages = []
+        for name in names:
+            page = self._page_of.get(name)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def retire(self, page: int) -> bool:
+        """A page lost its last owner; True when it is kept."""
+        if page not in self._name_of:
+            return False
+        self._idle[page] = None
+        return True
+
+    def revive(self, page: int) -> None:
+        """An idle page has an owner again."""
+        del self._idle[page]
+
+    def evict(self) -> int:
+        """Takes the page that was let go longest ago."""
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of[self._name_of.pop(page)]
+        return page
+
+    def is_idle(self, page: int) -> bool:
+        """It is kept and has no owner."""
+        return page in self._idle
+
+    def clear(self) -> list[int]:
+        """Forgets everything; returns the idle pages, which are free now."""
+        pages = list(self._idle)
+        self._page_of, self._name_of, self._idle = {}, {}, OrderedDict()
+        return pages

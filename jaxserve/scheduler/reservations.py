@@ -1,0 +1,174 @@
+"""Reservations: whether a request may start, and which pages are promised to it.
+
+| name         | promised at admission                            | pages can run out |
+|--------------|--------------------------------------------------|-------------------|
+| `guaranteed` | prompt and all of `max_tokens`                   | no                |
+| `exact`      | what the worst moment of the running set needs   | no                |
+| `expected`   | prompt and a quantile of observed outputs        | yes, rarely       |
+| `optimistic` | prompt and one token                             | yes               |
+
+A promised page is one the sequence does not hold yet but must find free when it comes to need it. So the
+promises of all never exceed the pages that are free or could be (`PageAllocator.num_available`); taking a
+promised page lowers both sides by one. Where pages can run out, `grow` asks for one more at a time and the
+scheduler preempts when it is refused. One that may not be preempted again is promised everything, whatever
+the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.core import Request
+from jaxserve.scheduler.length_estimator import LengthEstimator
+from jaxserve.scheduler.page_allocator import PageAllocator
+from jaxserve.scheduler.peak import peak_of_additional_pages
+from jaxserve.scheduler.sequence import Sequence
+
+
+class Reservation:
+    """Promises prompt and `max_tokens`: a running request never lacks a page, nothing is evicted for one.
+
+    The price is pages that stop ids leave unused.
+
+    Args:
+      config: page size and settings.
+      pages: the pool.
+      lengths: of outputs observed so far.
+    """
+
+    grows = False
+    """Whether a running sequence may come to need pages that were not promised at admission."""
+
+    def __init__(self, config: SchedulerConfig, pages: PageAllocator, lengths: LengthEstimator) -> None:
+        self._config = config
+        self._page_size = config.page_size
+        self._pages = pages
+        self._lengths = lengths
+        self.num_promised = 0
+
+    def pages_needed(self, request: Request) -> int:
+        """Pages that must exist in the whole pool for `request` ever to run."""
+        return self._pages_of(request.num_prompt_tokens + request.max_tokens)
+
+    def reserve(
+        self,
+        sequence: Sequence,
+        running: Iterable[Sequence],
+        *,
+        victim: Sequence | None = None,
+        shared: Items[int] = (),
+    ) -> bool:
+        """Promises pages to `sequence`, or changes nothing and returns False.
+
+        Args:
+          running: sequences that hold a slot.
+          victim: one of them that is to give up its slot to `sequence`.
+          shared: cached or owned pages that `sequence` will hold: they need not be promised, and those
+            without an owner stop being available.
+        """
+        lacking = self._lacking(sequence, shared)
+        if self.num_promised + lacking > self._num_left(shared, running, victim):
+            return False
+        self._promise(sequence, lacking)
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Promises one page more, or changes nothing and returns False."""
+        if self.num_promised >= self._pages.num_available:
+            return False
+        self._promise(sequence, 1)
+        return True
+
+    def take(self, sequence: Sequence, count: int) -> None:
+        """`count` promised pages are in the sequence's hands."""
+        assert count <= sequence.num_promised_pages, f"{sequence.request_id} takes pages that were not promised"
+        self._promise(sequence, -count)
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes every promise back."""
+        self._promise(sequence, -sequence.num_promised_pages)
+
+    def _num_left(self, shared: Items[int], running: Iterable[Sequence], victim: Sequence | None) -> int:
+        """Available pages once `shared` have an owner, less those that are left for others on purpose."""
+        return self._pages.num_available - self._pages.num_unowned(shared)
+
+    def _lacking(self, sequence: Sequence, shared: Items[int]) -> int:
+        """Pages to promise beyond those held, promised and shared."""
+        if sequence.num_preemptions >= self._config.max_preemptions:
+            tokens = sequence.max_total_tokens
+        else:
+            tokens = self._tokens(sequence)
+        return max(self._pages_of(tokens) - len(sequence.pages) - sequence.num_promised_pages - len(shared), 0)
+
+    def _tokens(self, sequence: Sequence) -> int:
+        """Tokens whose pages are promised."""
+        return sequence.max_total_tokens
+
+    def _promise(self, sequence: Sequence, count: int) -> None:
+        sequence.num_promised_pages += count
+        self.num_promised += count
+
+    def _pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
+
+class Expected(Reservation):
+    """Promises prompt and the `expected_quantile` of the outputs observed so far."""
+
+    grows = True
+
+    def _tokens(self, sequence: Sequence) -> int:
+        so_far = len(sequence.output_token_ids)
+        expected = self._lengths.expected(self._config.expected_quantile, so_far, sequence.request.max_tokens)
+        return min(sequence.num_prompt_tokens + max(expected, so_far + 1), sequence.max_total_tokens)
+
+
+class Optimistic(Reservation):
+    """Promises the tokens known and one more; a page per running sequence is left for their next tokens."""
+
+    grows = True
+
+    def _tokens(self, sequence: Sequence) -> int:
+        return min(sequence.num_prompt_tokens + len(sequence.output_token_ids) + 1, sequence.max_total_tokens)
+
+    def _num_left(self, shared: Items[int], running: Iterable[Sequence], victim: Sequence | None) -> int:
+        return super()._num_left(shared, running, victim) - sum(1 for other in running if other is not victim)
+
+
+class Exact(Reservation):
+    """Admits while the worst moment of the running set, over all steps to come, fits.
+
+    Decode-ready sequences with a slot gain a token each in every iteration, so when each of them ends,
+    at the latest, is known, and with it how many pages they need together at any step: less than the sum
+    of their maxima, since not all are longest at once. All others, which may stand still for any time,
+    count with their maxima. Every promise is the maximum, as under `guaranteed`; it is the sum of the
+    promises that may exceed what is available.
+    """
+
+    def reserve(
+        self,
+        sequence: Sequence,
+        running: Iterable[Sequence],
+        *,
+        victim: Sequence | None = None,
+        shared: Items[int] = (),
+    ) -> bool:
+        """See `Reservation.reserve`. O(running log running)."""
+        lacking = self._lacking(sequence, shared)
+        in_step = [other for other in running if other.decode_ready and other is not victim]
+        left = self._num_left(shared, running, victim) - lacking
+        left -= self.num_promised - sum(other.num_promised_pages for other in in_step)
+        if left < 0 or peak_of_additional_pages(in_step, frozenset(shared), self._pages, self._config) > left:
+            return False
+        self._promise(sequence, lacking)
+        return True
+
+
+RESERVATIONS: dict[str, Callable[[SchedulerConfig, PageAllocator, LengthEstimator], Reservation]] = {
+    "guaranteed": Reservation,
+    "exact": Exact,
+    "expected": Expected,
+    "optimistic": Optimistic,
+}
