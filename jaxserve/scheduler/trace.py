@@ -15,7 +15,7 @@ holds lengths, never tokens or texts. Keys:
 | pages_free, pages_cached, pages_owned | after the iteration |
 | bucket | the compiled shape it ran in; None in simulation |
 | in_flight | instants of the plans made and not yet updated, oldest first, once this one is updated |
-| updated_at | instant of the update; None when no request ended in it, and none depends on it |
+| updated_at | instant of the update |
 | events | arrivals and early ends since the record before |
 
 Between iterations events may pile up: on an idle engine, or one that refuses many. After `MAX_EVENTS` of
@@ -24,8 +24,9 @@ ended or were rejected since the record before, and nothing of a plan. An iterat
 
 An event has `kind` ("add", "abort", "expire"), `id`, `now` and `step`, the pair (plans made, plans
 updated) when it came: with steps in flight this places it exactly. An "add" also has `prompt`
-(tokens), `max_tokens`, `priority`, `tenant`, `deadline_at` and `outcome`: "slot", "queue" or the
-rejection's reason. An "abort" has `reason`.
+(tokens), `max_tokens`, `priority`, `tenant`, `service_class`, `deadline_at` and `outcome`: "slot", "queue"
+or the rejection's reason. An "abort" has `reason`; one with reason "displaced" is the work of the "add"
+that follows it, not a call of its own.
 
 Calls in their order
 --------------------
@@ -52,7 +53,7 @@ from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
-    from jaxserve.scheduler.state import SchedulerState
+    from jaxserve.scheduler.scheduler import Scheduler
 
 SCHEMA_VERSION = 2
 MAX_EVENTS = 256
@@ -77,11 +78,10 @@ class TraceRecorder:
     `MAX_EVENTS` of those a record is handed over without an iteration.
     """
 
-    def __init__(self, scheduler: SchedulerState, sink: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, sink: Callable[[dict[str, Any]], None]) -> None:
         self._scheduler = scheduler
         self._sink = sink
         self._num_updated = 0
-        self._updated_at: float | None = None
         self._clear()
 
     def added(self, sequence: Sequence, now: float, rejection: Rejection | None) -> None:
@@ -100,6 +100,7 @@ class TraceRecorder:
             max_tokens=request.max_tokens,
             priority=request.priority,
             tenant=request.tenant,
+            service_class=request.service_class,
             deadline_at=request.deadline_at,
             outcome=outcome,
         )
@@ -113,8 +114,6 @@ class TraceRecorder:
             self._event("expire", sequence.request_id, now)
         elif early:
             self._event("abort", sequence.request_id, now, reason=str(reason))
-        else:
-            self._updated_at = now
 
     def iteration(self, plan: StepPlan, now: float, bucket: Any) -> None:
         """A plan was updated: its record is complete."""
@@ -137,7 +136,7 @@ class TraceRecorder:
                 "pages_owned": scheduler.pages_owned,
                 "bucket": bucket,
                 "in_flight": self._instants_in_flight(),
-                "updated_at": self._updated_at,
+                "updated_at": scheduler._updated_at,
                 "events": self._events,
             }
         )
@@ -160,7 +159,6 @@ class TraceRecorder:
         return [flight.now for flight in self._scheduler._in_flight]
 
     def _clear(self) -> None:
-        self._updated_at = None
         self._events: list[dict[str, Any]] = []
         self._ids: dict[str, list[str]] = {key: [] for key in ("rejected", "completed", "aborted", "expired", "failed")}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import SchedulerConfig
+from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.core import FinishReason
 from jaxserve.scheduler.trace import SCHEMA_VERSION
 from jaxserve.scheduler.trace_fields import TraceFields
@@ -46,6 +46,7 @@ class AddEvent(TraceEvent):
     max_tokens: int
     priority: int
     tenant: str
+    service_class: str
     deadline_at: float | None
     outcome: str
 
@@ -57,7 +58,7 @@ class AddEvent(TraceEvent):
 
 @dataclass(frozen=True, slots=True)
 class AbortEvent(TraceEvent):
-    """A live request was ended by a call; STOP is a completion by a stop string."""
+    """A live request was ended by a call; STOP is a completion by a stop string, DISPLACED the work of an arrival."""
 
     reason: FinishReason
 
@@ -105,7 +106,7 @@ class IterationRecord(EventsRecord):
     pages_free: int
     pages_cached: int
     pages_owned: int
-    updated_at: float | None
+    updated_at: float
 
     @property
     def completed_in_update(self) -> tuple[str, ...]:
@@ -184,7 +185,8 @@ def _header(line: TraceFields) -> TraceHeader:
             " use the version that recorded it"
         )
     try:
-        return TraceHeader(line.text("model"), SchedulerConfig(**settings))
+        classes = tuple(ServiceClass(**each) for each in settings.get("service_classes", ()))
+        return TraceHeader(line.text("model"), SchedulerConfig(**{**settings, "service_classes": classes}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{line.where}: config: {error}; the file is damaged, record it again") from error
 
@@ -220,7 +222,7 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
         pages_free=line.integer("pages_free", 0),
         pages_cached=line.integer("pages_cached", 0),
         pages_owned=line.integer("pages_owned", 0),
-        updated_at=line.instant_or_null("updated_at"),
+        updated_at=line.instant("updated_at"),
     )
 
 
@@ -237,6 +239,7 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
                 max_tokens=event.integer("max_tokens", 0),
                 priority=event.integer("priority"),
                 tenant=event.text("tenant"),
+                service_class=event.text("service_class"),
                 deadline_at=event.instant_or_null("deadline_at"),
                 outcome=event.text("outcome"),
             )

@@ -92,9 +92,8 @@ def no_refill(summary: TraceSummary) -> Diagnosis | None:
         "no_refill",
         "Slots are idle while the queue waits, and there are pages for its front.",
         {"iterations_not_refilled": share},
-        (),
-        "No flag helps: the scheduler refills before every iteration. Replay the trace; a difference tells where"
-        " it was not this scheduler, and without one this is a fault worth a report.",
+        ("batching",),
+        "Continuous batching refills before every iteration; other batchings wait for a whole batch to end.",
     )
 
 
@@ -165,8 +164,9 @@ def itl_prefill(summary: TraceSummary) -> Diagnosis | None:
             "prefill_tokens_p99": tokens.p99,
             "seconds_per_prefill_token": cost.per_token_s,
         },
-        ("prefill_chunk", "max_num_batched_tokens"),
-        "Smaller chunks and a smaller token budget bound an iteration; long prompts then take more of them.",
+        ("itl_target_s", "prefill_chunk", "max_num_batched_tokens"),
+        "A target for the gap, smaller chunks or a smaller token budget bound an iteration; long prompts then take"
+        " more of them.",
     )
 
 
@@ -176,10 +176,11 @@ def itl_preemption(summary: TraceSummary) -> Diagnosis | None:
         summary,
         "preemption",
         "itl_preemption",
-        "Gaps between tokens are long where a request lost its slot to one of higher priority.",
+        "Gaps between tokens are long where a request lost its slot: to a higher priority, or for want of pages.",
         {"preemptions": summary.preemptions, "requests": summary.offered},
-        ("priority_preemption", "max_num_seqs"),
-        "More slots make preemption rare; with priority_preemption off nobody loses a slot, and high priorities wait.",
+        ("priority_preemption", "reservation", "max_num_seqs"),
+        "More slots make preemption rare. Without priority_preemption nobody loses a slot to a higher priority, and"
+        " with the guaranteed reservation nobody for want of pages.",
     )
 
 

@@ -14,13 +14,20 @@ Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-P
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from jaxserve.scheduler.plan import StepPlan
-from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, EventsRecord, ExpireEvent, TraceEvent, TraceHeader
-from jaxserve.sim.iteration_spans import Span, Timeline
+from jaxserve.scheduler.trace_reader import (
+    AbortEvent,
+    AddEvent,
+    EventsRecord,
+    ExpireEvent,
+    IterationRecord,
+    TraceEvent,
+    TraceHeader,
+)
+from jaxserve.sim.iteration_spans import Span, Spans
 
 _PROCESS = 1
 _ENGINE_TRACK = 0
@@ -48,8 +55,7 @@ class PerfettoWriter:
 
     def __init__(self, file: TextIO, header: TraceHeader) -> None:
         self._file = file
-        self._timeline = Timeline()
-        self._plans: dict[int, StepPlan] = {}  # by iteration, those whose span is not known yet
+        self._spans = Spans()
         self._holdings: dict[int, _Holding] = {}  # by slot
         self._origin: float | None = None
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -63,32 +69,27 @@ class PerfettoWriter:
         """Takes in a record and, for an iteration's, its plan."""
         for event in record.events:
             self._instant_of(event)
-        if plan is not None:
-            self._plans[plan.iteration] = plan
-        self._draw(self._timeline.feed(record))
+        if isinstance(record, IterationRecord) and plan is not None:
+            self._draw(record, plan, self._spans.of(record))
 
     def close(self) -> None:
         """Writes what is open and the end; the file stays open."""
-        self._draw(self._timeline.finish())
         for slot in sorted(self._holdings):
             self._end(slot)
         self._file.write("\n]}\n")
 
-    def _draw(self, spans: Iterator[Span]) -> None:
-        for span in spans:
-            plan = self._plans.pop(span.record.iteration)
-            self._iteration(span, plan)
-            for request_id in plan.preempted:
-                self._instant("preempted", span.record.now, {"request": request_id})
-            for placement in plan.placements:
-                self._end(placement.slot)
-            for row in plan.decode:
-                self._hold(row.slot, row.request_id, "decode", 1, span)
-            for chunk in plan.prefill:
-                self._hold(chunk.slot, chunk.request_id, "prefill", len(chunk.token_ids), span)
+    def _draw(self, record: IterationRecord, plan: StepPlan, span: Span) -> None:
+        self._iteration(record, plan, span)
+        for request_id in plan.preempted:
+            self._instant("preempted", record.now, {"request": request_id})
+        for placement in plan.placements:
+            self._end(placement.slot)
+        for row in plan.decode:
+            self._hold(row.slot, row.request_id, "decode", 1, span)
+        for chunk in plan.prefill:
+            self._hold(chunk.slot, chunk.request_id, "prefill", len(chunk.token_ids), span)
 
-    def _iteration(self, span: Span, plan: StepPlan) -> None:
-        record = span.record
+    def _iteration(self, record: IterationRecord, plan: StepPlan, span: Span) -> None:
         decode, prefill = len(plan.decode), plan.num_tokens - len(plan.decode)
         numbers = {"iteration": record.iteration, "bucket": record.data.get("bucket")}
         self._complete(_ENGINE_TRACK, "step", "iteration", span.began_at, span.ended_at, numbers)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.core import Request
+from jaxserve.core import FinishReason, Request
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult
 from jaxserve.scheduler.trace_reader import (
     AbortEvent,
@@ -163,7 +163,8 @@ class Replayer:
         match event:
             case AddEvent():
                 self._scheduler.add(_request(event), event.now)
-            case AbortEvent():
+                self._scheduler.take_events()
+            case AbortEvent() if event.reason is not FinishReason.DISPLACED:
                 self._scheduler.abort(event.request_id, event.now, event.reason)
                 self._scheduler.take_events()
             case ExpireEvent():
@@ -180,8 +181,7 @@ class Replayer:
             tuple(_STOP if row.request_id in ending else _TOKEN for row in plan.decode),
             tuple(_STOP if chunk.request_id in ending else _TOKEN for chunk in plan.prefill),
         )
-        now = record.now if record.updated_at is None else record.updated_at
-        self._scheduler.update(plan, result, now, bucket=record.data.get("bucket"))
+        self._scheduler.update(plan, result, record.updated_at, bucket=record.data.get("bucket"))
         self._num_updated += 1
 
     def _take(self, replayed: dict[str, Any]) -> None:
@@ -204,6 +204,7 @@ def _request(event: AddEvent) -> Request:
         priority=event.priority,
         deadline_at=event.deadline_at,
         tenant=event.tenant,
+        service_class=event.service_class,
     )
 
 

@@ -7,7 +7,6 @@ It keeps what grows with requests and tokens as numbers only. A token's instant 
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,8 +14,8 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason
 from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, EventsRecord, IterationRecord, TraceReader
 from jaxserve.sim.iteration_cost import CostFit, IterationCost
+from jaxserve.sim.iteration_spans import Span, Spans
 from jaxserve.sim.spread import Spread, spread_of
-from jaxserve.sim.iteration_spans import Span, Timeline
 from jaxserve.sim.trace_summary import STALL_CAUSES, TAIL, TraceSummary
 
 _ENDS = ("completed", "aborted", "expired", "failed")
@@ -77,25 +76,20 @@ class Summarizer:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._timeline = Timeline()
+        self._spans = Spans()
         self._live: dict[str, _Request] = {}
-        self._records: deque[EventsRecord] = deque()  # those whose time is not known yet
         self._reserved_pages = 0
         self._sums = _Sums()
         self._fit = CostFit()
 
     def feed(self, record: EventsRecord) -> None:
         """Takes in the next record."""
-        self._records.append(record)
-        for span in self._timeline.feed(record):
-            self._settle(span)
+        self._events(record)
+        if isinstance(record, IterationRecord):
+            self._iteration(record, self._spans.of(record))
 
     def finish(self, source: str) -> TraceSummary:
         """The summary of what was fed."""
-        for span in self._timeline.finish():
-            self._settle(span)
-        for record in self._records:
-            self._events(record)
         for request in self._live.values():
             self._close(request)
         sums, cost = self._sums, self._fit.solve()
@@ -126,34 +120,30 @@ class Summarizer:
             not_refilled=sums.num_not_refilled / iterations,
         )
 
-    def _settle(self, span: Span) -> None:
-        """The records up to the span's iteration, now that its end is known."""
-        while True:
-            record = self._records.popleft()
-            self._events(record)
-            if record is span.record:
-                break
-        self._iteration(span)
-
     def _events(self, record: EventsRecord) -> None:
         """Arrivals and early ends; ids may be reused, so in order."""
         sums = self._sums
         for event in record.events:
             if not isinstance(event, AddEvent):
-                stopped = isinstance(event, AbortEvent) and event.reason is FinishReason.STOP
-                self._leave(event.request_id, completed_at=event.now if stopped else None)
+                reason = event.reason if isinstance(event, AbortEvent) else FinishReason.EXPIRED
+                self._leave(event.request_id, completed_at=event.now if reason is FinishReason.STOP else None)
+                if reason is FinishReason.DISPLACED:
+                    self._reject(str(reason))
                 continue
             sums.offered += 1
             if event.accepted:
                 pages = -(-(event.num_prompt_tokens + event.max_tokens) // self._config.page_size)
                 self._live[event.request_id] = _Request(event, pages)
             else:
-                sums.rejected[event.outcome] = sums.rejected.get(event.outcome, 0) + 1
+                self._reject(event.outcome)
         for kind in _ENDS:
             sums.ended[kind] += len(getattr(record, kind))
 
-    def _iteration(self, span: Span) -> None:
-        record, sums = span.record, self._sums
+    def _reject(self, reason: str) -> None:
+        self._sums.rejected[reason] = self._sums.rejected.get(reason, 0) + 1
+
+    def _iteration(self, record: IterationRecord, span: Span) -> None:
+        sums = self._sums
         num_prefill = sum(tokens for _, tokens in record.prefill)
         sums.num_iterations += 1
         sums.preemptions += len(record.preempted)

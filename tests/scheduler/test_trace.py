@@ -60,12 +60,12 @@ def test_events_hold_what_came_in_since_the_record_before_with_its_place() -> No
     assert (events[1]["deadline_at"], events[2]["tenant"]) == (2.5, "t")
 
 
-def test_plans_in_flight_and_updates_that_end_a_request_are_told_with_their_instants() -> None:
+def test_plans_in_flight_and_updates_are_told_with_their_instants() -> None:
     harness = Harness(lag=2)
     harness.add(make_request("a", 4, 3))
     harness.run()
     told = [(record["now"], record["in_flight"], record["updated_at"]) for record in harness.records]
-    assert told == [(0.0, [1.0, 2.0], None), (1.0, [2.0], None), (2.0, [], 4.0)]
+    assert told == [(0.0, [1.0, 2.0], 2.0), (1.0, [2.0], 3.0), (2.0, [], 4.0)]
     harness.add(make_request("b", 4, 3))
     harness.step()
     harness.abort("b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Priority, SamplingParams
 from jaxserve.scheduler import TraceWriter
 from tests.scheduler.harness import STOP_ID, Harness, make_config, make_request
+from tests.scheduler.test_random_runs import draw_config
 
 
 def write_trace(path: Path, config: SchedulerConfig, records: Iterable[Mapping[str, Any]]) -> Path:
@@ -27,18 +29,17 @@ def sample(request_id: str, position: int) -> int:
     return STOP_ID if (position * 2654435761 + int(request_id[1:]) * 40503) % 1000 % 9 == 0 else position
 
 
-def random_config(draw: random.Random) -> SchedulerConfig:
-    """Tight limits, so that queueing, refusal and preemption are common."""
-    return make_config(
+def random_config(draw: random.Random, *, policies: bool = True) -> SchedulerConfig:
+    """Tight limits, so that queueing, refusal and preemption are common; `policies`: and any policies."""
+    config = draw_config(draw) if policies else make_config()
+    return replace(
+        config,
         max_num_seqs=draw.randint(1, 4),
         max_num_batched_tokens=draw.randint(4, 12),
-        prefill_chunk=draw.randint(1, 9),
-        max_prefill_seqs=draw.randint(1, 4),
-        num_pages=draw.randint(4, 40),
+        num_pages=draw.randint(12, 40),
         max_queue_requests=draw.randint(0, 6),
         max_queue_tokens=draw.choice([30, 90, 1000]),
         priority_preemption=draw.random() < 0.7,
-        arrivals_claim_slots=draw.random() < 0.3,
     )
 
 
@@ -60,6 +61,7 @@ def random_run(seed: int, lag: int, moves: int = 60) -> Harness:
                 priority=draw.choice([Priority.HIGH, Priority.NORMAL, Priority.LOW]),
                 deadline_at=deadline_at,
                 tenant=draw.choice(["", "t1"]),
+                service_class="bulk" if harness.config.service_classes and draw.random() < 0.3 else "",
             )
         )
 

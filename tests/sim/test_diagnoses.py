@@ -114,7 +114,7 @@ def test_long_chunks_beside_decoding_are_itl_prefill(examine: Examine) -> None:
     assert "itl_prefill" in found and "itl_decode_batch" not in found and "itl_preemption" not in found
     diagnosis = found["itl_prefill"]
     assert diagnosis.figures["seconds_per_prefill_token"] == pytest.approx(0.0001, rel=0.05)
-    assert diagnosis.flags == ("prefill_chunk", "max_num_batched_tokens")
+    assert diagnosis.flags == ("itl_target_s", "prefill_chunk", "max_num_batched_tokens")
     _, found = examine(arrivals(), replace(config, prefill_chunk=64, max_num_batched_tokens=100))
     assert "itl_prefill" not in found
 
@@ -213,6 +213,6 @@ def test_every_flag_that_is_advised_exists() -> None:
     known = {flag.name for flag in flags_of("server")}
     advised = {flag for flags in diagnoses._REJECTION_FLAGS.values() for flag in flags} | set(diagnoses._PAGE_FLAGS)
     advised |= {"max_num_seqs", "max_num_batched_tokens", "max_queue_requests", "prefill_chunk", "priority_preemption"}
-    advised |= {"max_model_len", "trace_file"}
+    advised |= {"max_model_len", "trace_file", "batching", "itl_target_s"}
     assert advised <= known
     assert len({check.__name__ for check in CHECKS}) == len(CHECKS)

@@ -14,9 +14,11 @@ import pytest
 from jaxserve.core import Priority
 from jaxserve.replay import main
 from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.sim.iteration_cost import IterationCost
 from jaxserve.sim.perfetto import PerfettoWriter
 from jaxserve.sim.replayer import replay
 from tests.scheduler.harness import Harness, make_config, make_request
+from tests.sim.clocked import Arrival, run
 from tests.sim.recording import random_run, write_trace
 
 REQUIRED = {
@@ -59,25 +61,23 @@ def names(events: list[dict[str, Any]], **fields: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_slots_track_shows_prefill_then_decode_of_each_holder(tmp_path: Path) -> None:
-    """One slot; a's prompt takes two iterations of one second, then it decodes twice; b follows."""
-    harness = Harness(make_config(max_num_seqs=1))
-    harness.now = 100.0
-    harness.add(make_request("a", 12, 3), make_request("b", 4, 1))
-    harness.run()
-    events = export(trace_of(harness, tmp_path / "t"))
+    """One slot, a second an iteration: a's prompt takes two, then it decodes twice; b follows."""
+    arrivals = [Arrival(100.0, make_request("a", 12, 3)), Arrival(100.0, make_request("b", 4, 1))]
+    events = export(run(arrivals, tmp_path / "t", make_config(max_num_seqs=1), cost=IterationCost(1.0, 0.0, 0.0)))
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks == {0: "engine", 1: "slot 0"}
     second = 10**6
-    # The harness updates at the instant of the plan; where nobody ended, the end is the next plan's instant.
     assert names(events, ph="X", tid=1) == [
         ("prefill a", 0, 2 * second),
-        ("decode a", 2 * second, second),
-        ("prefill b", 4 * second, 0),
+        ("decode a", 2 * second, 2 * second),
+        ("prefill b", 4 * second, second),
     ]
-    assert names(events, ph="X", tid=0)[0] == ("step", 0, second)
+    assert names(events, ph="X", tid=0) == [("step", number * second, second) for number in range(5)]
     args = [event["args"] for event in events if event["ph"] == "X" and event["tid"] == 1]
-    assert args[0] == {"request": "a", "tokens": 12, "steps": 2}
-    assert args[1] == {"request": "a", "tokens": 2, "steps": 2}
+    assert args[:2] == [
+        {"request": "a", "tokens": 12, "steps": 2},
+        {"request": "a", "tokens": 2, "steps": 2},
+    ]
 
 
 def test_counters_follow_queue_pages_and_tokens(tmp_path: Path) -> None:
