@@ -16,6 +16,7 @@ holds lengths, never tokens or texts. Keys:
 | bucket | the compiled shape it ran in; None in simulation |
 | in_flight | instants of the plans made and not yet updated, oldest first, once this one is updated |
 | updated_at | instant of the update |
+| preempted_next | ids that lost their slot since the last plan made: the next one's `preempted`, so far |
 | events | arrivals and early ends since the record before |
 
 Between iterations events may pile up: on an idle engine, or one that refuses many. After `MAX_EVENTS` of
@@ -27,6 +28,11 @@ updated) when it came: with steps in flight this places it exactly. An "add" als
 (tokens), `max_tokens`, `priority`, `tenant`, `service_class`, `deadline_at` and `outcome`: "slot", "queue"
 or the rejection's reason. An "abort" has `reason`; one with reason "displaced" is the work of the "add"
 that follows it, not a call of its own.
+
+With a prefix cache three keys more say which pages are alike, by numbers (`page_ordinals`): `pages` of an
+"add", the numbers of its prompt's full pages; `named` of an iteration, [id, numbers] pairs, and of an event
+that ends a request, numbers, for the pages filled since. An "add" also has `scores`: it wants its prompt
+scored and therefore computed, so it shares none.
 
 Calls in their order
 --------------------
@@ -49,6 +55,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection
+from jaxserve.scheduler.page_ordinals import PageOrdinals
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
@@ -82,6 +89,7 @@ class TraceRecorder:
         self._scheduler = scheduler
         self._sink = sink
         self._num_updated = 0
+        self._ordinals = PageOrdinals(scheduler) if scheduler.config.enable_prefix_caching else None
         self._clear()
 
     def added(self, sequence: Sequence, now: float, rejection: Rejection | None) -> None:
@@ -92,6 +100,10 @@ class TraceRecorder:
             outcome = rejection.reason
         else:
             outcome = "queue" if sequence.slot == NO_SLOT else "slot"
+        sharing = {}
+        if self._ordinals and rejection is None:
+            scores = request.params.prompt_logprobs is not None
+            sharing = {"scores": scores, "pages": self._ordinals.of_prompt(sequence)}
         self._event(
             "add",
             request.request_id,
@@ -103,6 +115,7 @@ class TraceRecorder:
             service_class=request.service_class,
             deadline_at=request.deadline_at,
             outcome=outcome,
+            **sharing,
         )
 
     def ended(self, sequence: Sequence, now: float, *, early: bool) -> None:
@@ -110,10 +123,15 @@ class TraceRecorder:
         reason = sequence.finish_reason
         assert reason is not None, f"{sequence.request_id} is live"
         self._ids[_LISTS[reason]].append(sequence.request_id)
+        numbers = self._ordinals.last_of(sequence) if self._ordinals else []
+        if not early:
+            self._named += [[sequence.request_id, numbers]] if numbers else []
+            return
+        named = {"named": numbers} if numbers else {}
         if reason is FinishReason.EXPIRED:
-            self._event("expire", sequence.request_id, now)
-        elif early:
-            self._event("abort", sequence.request_id, now, reason=str(reason))
+            self._event("expire", sequence.request_id, now, **named)
+        else:
+            self._event("abort", sequence.request_id, now, reason=str(reason), **named)
 
     def iteration(self, plan: StepPlan, now: float, bucket: Any) -> None:
         """A plan was updated: its record is complete."""
@@ -137,6 +155,8 @@ class TraceRecorder:
                 "bucket": bucket,
                 "in_flight": self._instants_in_flight(),
                 "updated_at": scheduler._updated_at,
+                "preempted_next": list(scheduler._preempted),
+                **self._sharing(plan),
                 "events": self._events,
             }
         )
@@ -155,11 +175,23 @@ class TraceRecorder:
         if len(self._events) >= MAX_EVENTS:
             self.flush()
 
+    def _sharing(self, plan: StepPlan) -> dict[str, Any]:
+        """Pages that the requests of `plan` filled, with those of the requests that ended in it."""
+        if self._ordinals is None:
+            return {}
+        ids = [row.request_id for row in plan.decode] + [chunk.request_id for chunk in plan.prefill]
+        for request_id in ids:
+            sequence = self._scheduler._live.get(request_id)
+            if sequence and (numbers := self._ordinals.new_of(sequence)):
+                self._named.append([request_id, numbers])
+        return {"named": self._named}
+
     def _instants_in_flight(self) -> list[float]:
         return [flight.now for flight in self._scheduler._in_flight]
 
     def _clear(self) -> None:
         self._events: list[dict[str, Any]] = []
+        self._named: list[list[Any]] = []
         self._ids: dict[str, list[str]] = {key: [] for key in ("rejected", "completed", "aborted", "expired", "failed")}
 
 

@@ -59,6 +59,17 @@ class TraceFields:
         pairs = self._take(key, lambda v: _is_list(v, _is_chunk), "a list of [request id, tokens] pairs")
         return tuple((request_id, tokens) for request_id, tokens in pairs)
 
+    def flag(self, key: str) -> bool:
+        value: bool = self._take(key, lambda v: isinstance(v, bool), "true or false")
+        return value
+
+    def numbers(self, key: str) -> tuple[int, ...]:
+        return tuple(self._take(key, _is_numbers, "a list of page numbers"))
+
+    def named(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        pairs = self._take("named", lambda v: _is_list(v, _is_naming), "a list of [request id, page numbers] pairs")
+        return tuple((request_id, tuple(numbers)) for request_id, numbers in pairs)
+
     def step(self) -> tuple[int, int]:
         rule = "a pair of counts, [plans made, plans updated]"
         made, updated = self._take("step", lambda v: _is_list(v, _is_int) and len(v) == 2, rule)
@@ -88,3 +99,11 @@ def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
 
 def _is_chunk(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_int(value[1])
+
+
+def _is_numbers(value: Any) -> bool:
+    return _is_list(value, _is_int)
+
+
+def _is_naming(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_numbers(value[1])

@@ -30,17 +30,23 @@ class TraceHeader:
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """Something that came in. `num_plans`, `num_updated`: plans made and updated when it came."""
+    """Something that came in.
+
+    Attributes:
+      num_plans, num_updated: plans made and updated when it came.
+      pages: with a prefix cache, numbers of the prompt's full pages, or of those filled since the record before.
+    """
 
     request_id: str
     now: float
     num_plans: int
     num_updated: int
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AddEvent(TraceEvent):
-    """An arrival; `outcome` is "slot", "queue" or the rejection's reason."""
+    """An arrival; `outcome` is "slot", "queue" or the rejection's reason. `scores`: it shares no cached pages."""
 
     num_prompt_tokens: int
     max_tokens: int
@@ -49,6 +55,7 @@ class AddEvent(TraceEvent):
     service_class: str
     deadline_at: float | None
     outcome: str
+    scores: bool
 
     @property
     def accepted(self) -> bool:
@@ -107,6 +114,8 @@ class IterationRecord(EventsRecord):
     pages_cached: int
     pages_owned: int
     updated_at: float
+    preempted_next: tuple[str, ...]
+    named: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
     def completed_in_update(self) -> tuple[str, ...]:
@@ -223,6 +232,8 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
         pages_cached=line.integer("pages_cached", 0),
         pages_owned=line.integer("pages_owned", 0),
         updated_at=line.instant("updated_at"),
+        preempted_next=line.ids("preempted_next"),
+        named=line.named() if "named" in line.data else (),
     )
 
 
@@ -230,7 +241,8 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
     made, updated = event.step()
     if updated != num_updated or not num_updated <= made <= most_plans:
         event.wrong("step", f"[{num_updated} to {most_plans}, {num_updated}], by the plans of the records around it")
-    place = (event.text("id"), event.instant("now"), made, updated)
+    numbered = next((key for key in ("pages", "named") if key in event.data), None)
+    place = (event.text("id"), event.instant("now"), made, updated, event.numbers(numbered) if numbered else ())
     match event.data.get("kind"):
         case "add":
             return AddEvent(
@@ -242,6 +254,7 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
                 service_class=event.text("service_class"),
                 deadline_at=event.instant_or_null("deadline_at"),
                 outcome=event.text("outcome"),
+                scores=event.flag("scores") if "scores" in event.data else False,
             )
         case "abort":
             if event.data.get("reason") not in tuple(FinishReason):

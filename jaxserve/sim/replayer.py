@@ -4,9 +4,9 @@
     report.difference          None when every record is equal
 
 The scheduler is a pure function of its calls, so replay repeats them in the recorded interleaving (see
-"Calls in their order" in `jaxserve.scheduler.trace`). Prompts are dummies of the recorded length. Answers
-of the device are dummies too, but for one thing: a request that the trace says completed in an update is
-given a stop id there, which ends it at that token, whatever ended it in the recording.
+"Calls in their order" in `jaxserve.scheduler.trace`). Prompts are dummies of the recorded length, and the
+device's answers are dummies too (`dummy_tokens`), but for one thing: a request that the trace says completed
+in an update is given a stop id there, which ends it at that token, whatever ended it in the recording.
 
 Every key but `bucket`, which no scheduler decides, is compared.
 """
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.core import FinishReason, Request
+from jaxserve.config.policy_config import GROWING_RESERVATIONS
+from jaxserve.core import FinishReason, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult
 from jaxserve.scheduler.trace_reader import (
     AbortEvent,
@@ -30,8 +31,8 @@ from jaxserve.scheduler.trace_reader import (
     TraceEvent,
     TraceReader,
 )
+from jaxserve.sim.dummy_tokens import STOP, DummyTokens
 
-_TOKEN, _STOP = 0, 1
 _NOT_COMPARED = ("bucket",)
 ABSENT = "(absent)"
 """Stands for the value of a key or place that a record has not."""
@@ -92,7 +93,8 @@ def replay(
     Raises:
       ValueError: the trace is damaged.
     """
-    replayer = Replayer(reader.header.config, sink)
+    config = reader.header.config
+    replayer = Replayer(config, DummyTokens(config, reader), sink)
     num_iterations = num_requests = 0
     difference = None
     for record in reader:
@@ -111,13 +113,19 @@ class Replayer:
 
     Args:
       config: the recorded scheduler's.
+      tokens: of prompts and outputs.
       sink: gets each record of this scheduler.
 
     Attributes:
       landed: the plan of the last iteration record.
     """
 
-    def __init__(self, config: SchedulerConfig, sink: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, tokens: DummyTokens, sink: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        self._tokens = tokens
+        self._pages_may_lack = config.reservation in GROWING_RESERVATIONS
+        self._latest = float("-inf")  # instant of a call so far
         self._scheduler = Scheduler(config, trace=self._take)
         self._sink = sink
         self._replayed: deque[dict[str, Any]] = deque()  # records not compared yet
@@ -153,6 +161,7 @@ class Replayer:
         return all(self._plan(instants[number - self._num_updated]) for number in range(self.num_plans, count))
 
     def _plan(self, now: float) -> bool:
+        self._latest = max(self._latest, now)
         plan = self._scheduler.schedule(now)
         self._expired += [event.request_id for event in self._scheduler.take_events()]
         if not plan.empty:
@@ -160,9 +169,10 @@ class Replayer:
         return not plan.empty
 
     def _repeat(self, event: TraceEvent) -> None:
+        self._latest = max(self._latest, event.now)
         match event:
             case AddEvent():
-                self._scheduler.add(_request(event), event.now)
+                self._scheduler.add(_request(event, self._tokens), event.now)
                 self._scheduler.take_events()
             case AbortEvent() if event.reason is not FinishReason.DISPLACED:
                 self._scheduler.abort(event.request_id, event.now, event.reason)
@@ -175,12 +185,15 @@ class Replayer:
                     self._expired.popleft()
 
     def _update(self, record: IterationRecord) -> None:
+        if self._pages_may_lack and list(record.preempted_next) != self._scheduler._preempted:
+            # A call without a plan took slots away: all that ran lacked a page. No deadline passed in it.
+            self._plan(self._latest)
         plan = self.landed = self._in_flight.popleft()
         ending = frozenset(record.completed_in_update)
-        result = StepResult(
-            tuple(_STOP if row.request_id in ending else _TOKEN for row in plan.decode),
-            tuple(_STOP if chunk.request_id in ending else _TOKEN for chunk in plan.prefill),
-        )
+        ends = [(row.request_id, row.position + 1) for row in plan.decode]
+        ends += [(chunk.request_id, chunk.start + len(chunk.token_ids)) for chunk in plan.prefill]
+        tokens = [STOP if name in ending else self._tokens.at(name, index) for name, index in ends]
+        result = StepResult(tuple(tokens[: len(plan.decode)]), tuple(tokens[len(plan.decode) :]))
         self._scheduler.update(plan, result, record.updated_at, bucket=record.data.get("bucket"))
         self._num_updated += 1
 
@@ -195,11 +208,12 @@ class Replayer:
         return Difference(record.line, record.data.get("iteration"), "plan", planned, "none: no request holds a slot")
 
 
-def _request(event: AddEvent) -> Request:
+def _request(event: AddEvent, tokens: DummyTokens) -> Request:
     return Request(
         event.request_id,
-        (_TOKEN,) * event.num_prompt_tokens,
-        eos_token_ids=(_STOP,),
+        tokens.prompt_of(event),
+        SamplingParams(prompt_logprobs=0 if event.scores else None),
+        eos_token_ids=(STOP,),
         max_tokens=event.max_tokens,
         priority=event.priority,
         deadline_at=event.deadline_at,

@@ -76,6 +76,7 @@ class Summarizer:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self._limited_classes = {each.name for each in config.service_classes if each.max_slots is not None}
         self._spans = Spans()
         self._live: dict[str, _Request] = {}
         self._reserved_pages = 0
@@ -190,7 +191,8 @@ class Summarizer:
         every_holder_has_a_row = record.unused_budget > 0 and len(record.prefill) < config.max_prefill_seqs
         rows = {*record.decode, *(request_id for request_id, _ in record.prefill)}
         waiting = (self._of(request_id, record) for request_id in record.queue if request_id not in rows)
-        front = next((request for request in waiting if request), None)  # those of after the plan are left out
+        # Left out: those that came after the plan, and those whose class may hold no more slots.
+        front = next((r for r in waiting if r and r.event.service_class not in self._limited_classes), None)
         if front is None or not every_holder_has_a_row or len(rows) >= config.max_num_seqs:
             return
         needed = 0 if front.first_scheduled_at is not None else front.reserved_pages

@@ -68,12 +68,12 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
     assert (first.line, first.iteration, first.prefill, first.active) == (2, 0, (("a", 8),), ("b",))
     assert (first.in_flight, first.completed, first.completed_in_update) == ((1.0,), ("a",), ())
     assert first.events == (
-        AddEvent("a", 0.0, 0, 0, 12, 3, 0, "", "", None, "slot"),
-        AddEvent("b", 0.0, 0, 0, 4, 2, 0, "t", "", 1.5, "queue"),
-        AbortEvent("a", 1.0, 1, 0, FinishReason.STOP),
-        AddEvent("c", 1.0, 1, 0, 4, 3, 0, "", "", None, "queue"),
+        AddEvent("a", 0.0, 0, 0, (), 12, 3, 0, "", "", None, "slot", False),
+        AddEvent("b", 0.0, 0, 0, (), 4, 2, 0, "t", "", 1.5, "queue", False),
+        AbortEvent("a", 1.0, 1, 0, (), FinishReason.STOP),
+        AddEvent("c", 1.0, 1, 0, (), 4, 3, 0, "", "", None, "queue", False),
     )
-    assert second.events == (ExpireEvent("b", 2.0, 2, 1),)
+    assert second.events == (ExpireEvent("b", 2.0, 2, 1, ()),)
     updates = [(r.updated_at, r.completed_in_update) for r in records if isinstance(r, IterationRecord)]
     assert updates == [(1.0, ()), (2.0, ()), (3.0, ()), (4.0, ()), (5.0, ("c",))]
     assert (last.line, last.rejected, last.in_flight) == (7, ("d",), ())
@@ -101,6 +101,10 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
             lambda r: r.update(iteration=2),
             "iteration is 2; it must be 1, the next one: lines are missing or doubled",
         ),
+        (3, lambda r: r.update(preempted_next=None), "preempted_next is null; it must be a list of request ids"),
+        (3, lambda r: r.update(named=[["a", "b"]]), 'named is [["a", "b"]]; it must be a list of [request id, page'),
+        (2, lambda r: r["events"][0].update(pages=[0.5]), "pages is [0.5]; it must be a list of page numbers"),
+        (2, lambda r: r["events"][0].update(pages=[0], scores=1), "scores is 1; it must be true or false"),
         (2, lambda r: r.update(events={}), "events is {}; it must be a list of events"),
         (2, lambda r: r["events"].append(5), "FILE line 2 event 4 is 5; it must be an object"),
         (2, lambda r: r["events"][0].update(prompt=0), "FILE line 2 event 0: prompt is 0; it must be an integer of at"),

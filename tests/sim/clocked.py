@@ -28,17 +28,6 @@ class Arrival:
     request: Request
 
 
-class StaticScheduler(Scheduler):
-    """Fills its slots only when all are free, as a static batcher does."""
-
-    def _promote(self) -> None:
-        if not self._running:
-            super()._promote()
-
-    def _may_take_free_slot(self, sequence: Any) -> bool:
-        return not self._running and super()._may_take_free_slot(sequence)
-
-
 def run(
     arrivals: Iterable[Arrival],
     path: Path,
@@ -46,14 +35,13 @@ def run(
     *,
     cost: IterationCost = COST,
     pause_s: Callable[[StepPlan], float] = lambda plan: 0.0,
-    scheduler_class: Callable[..., Scheduler] = Scheduler,
 ) -> Path:
     """Runs until everything has ended and writes the trace; arrivals are in order of time.
 
     `pause_s` is what a plan's iteration takes beyond its cost.
     """
     records: list[dict[str, Any]] = []
-    scheduler = scheduler_class(config, trace=records.append)
+    scheduler = Scheduler(config, trace=records.append)
     coming = list(arrivals)
     now = 0.0
 

@@ -11,7 +11,7 @@ from typing import Any
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Priority, SamplingParams
 from jaxserve.scheduler import TraceWriter
-from tests.scheduler.harness import STOP_ID, Harness, make_config, make_request
+from tests.scheduler.harness import STOP_ID, Harness, make_request
 from tests.scheduler.test_random_runs import draw_config
 
 
@@ -29,11 +29,10 @@ def sample(request_id: str, position: int) -> int:
     return STOP_ID if (position * 2654435761 + int(request_id[1:]) * 40503) % 1000 % 9 == 0 else position
 
 
-def random_config(draw: random.Random, *, policies: bool = True) -> SchedulerConfig:
-    """Tight limits, so that queueing, refusal and preemption are common; `policies`: and any policies."""
-    config = draw_config(draw) if policies else make_config()
+def random_config(draw: random.Random) -> SchedulerConfig:
+    """Any policies under tight limits, so that queueing, refusal and preemption are common."""
     return replace(
-        config,
+        draw_config(draw),
         max_num_seqs=draw.randint(1, 4),
         max_num_batched_tokens=draw.randint(4, 12),
         num_pages=draw.randint(12, 40),
@@ -43,14 +42,19 @@ def random_config(draw: random.Random, *, policies: bool = True) -> SchedulerCon
     )
 
 
-def random_run(seed: int, lag: int, moves: int = 60) -> Harness:
-    """A run with aborts, stop strings, stop ids, deadlines, refusals, reused ids, jumps of time and flushes."""
+def random_run(seed: int, lag: int, moves: int = 60, *, sharing: bool = False) -> Harness:
+    """A run with aborts, stop strings, stop ids, deadlines, refusals, reused ids, jumps of time and flushes.
+
+    `sharing`: with a prefix cache, which other runs have at random.
+    """
     draw = random.Random(seed)
-    harness = Harness(random_config(draw), lag, sample)
+    config = random_config(draw)
+    harness = Harness(replace(config, enable_prefix_caching=True) if sharing else config, lag, sample)
 
     def add() -> None:
         deadline_at = harness.now + draw.choice([-1.0, 0.5, 3.0, 7.25]) if draw.random() < 0.4 else None
-        params = SamplingParams(max_tokens=8, min_tokens=draw.choice([0, 0, 3]))
+        prompt_logprobs = draw.choice([None, None, None, 0])
+        params = SamplingParams(max_tokens=8, min_tokens=draw.choice([0, 0, 3]), prompt_logprobs=prompt_logprobs)
         harness.add(
             make_request(
                 f"r{draw.randrange(40)}",
@@ -61,6 +65,7 @@ def random_run(seed: int, lag: int, moves: int = 60) -> Harness:
                 priority=draw.choice([Priority.HIGH, Priority.NORMAL, Priority.LOW]),
                 deadline_at=deadline_at,
                 tenant=draw.choice(["", "t1"]),
+                cache_salt=draw.choice(["", "", "salt"]),
                 service_class="bulk" if harness.config.service_classes and draw.random() < 0.3 else "",
             )
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import SchedulerConfig
+from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.config.flags import flags_of
 from jaxserve.core import Priority
 from jaxserve.sim import diagnoses
@@ -17,7 +17,7 @@ from jaxserve.sim.diagnoses import CHECKS, Diagnosis, diagnose
 from jaxserve.sim.iteration_cost import IterationCost
 from jaxserve.sim.trace_summary import TraceSummary
 from tests.scheduler.harness import make_request
-from tests.sim.clocked import Arrival, StaticScheduler, run, summary_of
+from tests.sim.clocked import Arrival, run, summary_of
 
 ROOMY = SchedulerConfig(
     max_num_seqs=16, max_num_batched_tokens=256, prefill_chunk=256, num_pages=4097, max_model_len=4096
@@ -166,11 +166,18 @@ def test_a_static_batcher_does_not_refill(examine: Examine) -> None:
             yield Arrival(0.05 * index, make_request(f"r{index}", 40, 80 if index % 4 == 0 else 5))
 
     config = replace(ROOMY, max_num_seqs=4)
-    summary, found = examine(arrivals(), config, scheduler_class=StaticScheduler)
+    summary, found = examine(arrivals(), replace(config, batching="static"))
     assert "no_refill" in found and "kv_pressure" not in found
+    assert found["no_refill"].flags == ("batching",)
     assert found["no_refill"].figures["iterations_not_refilled"] > 0.5
     summary, found = examine(arrivals(), config)
     assert "no_refill" not in found and summary.not_refilled == 0.0
+
+
+def test_slots_that_a_service_class_may_not_take_are_not_idle_by_fault(examine: Examine) -> None:
+    config = replace(ROOMY, service_classes=(ServiceClass("bulk", max_slots=2),))
+    summary, found = examine(every(0.01, 60, service_class="bulk"), config)
+    assert found.keys() == {"ttft_queueing"} and summary.not_refilled == 0.0
 
 
 def test_refusals_are_told_by_reason(examine: Examine) -> None:

@@ -59,15 +59,26 @@ def test_any_run_replays_to_the_byte(tmp_path_factory: pytest.TempPathFactory, s
     assert report.num_requests == harness.scheduler.counters.offered
 
 
+@pytest.mark.parametrize("seed", range(0, 40))
+def test_page_numbers_that_were_forgotten_are_not_missed(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.scheduler.page_ordinals._SLACK", 2)
+    harness = random_run(seed, seed % 4, sharing=True)
+    assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+
+
 def test_the_random_runs_hold_everything_that_can_happen() -> None:
     """Else the property above would say little."""
     counts: dict[str, int] = {}
-    for seed in range(40):
+    for seed in range(150):
         harness = random_run(seed, seed % 4)
         counters = harness.scheduler.counters
         outcomes = {"preemptions": counters.preemptions, **counters.rejected, **{r: 0 for r in FinishReason}}
         for reason in harness.ends.values():
             outcomes[reason] += 1
+        outcomes["shared pages"] = counters.cached_tokens
+        outcomes["recomputed"] = counters.recomputed_tokens
         outcomes["empty plan with an expiry"] = sum(
             event["kind"] == "expire" and event["now"] not in {record.get("now") for record in harness.records}
             for record in harness.records
@@ -76,7 +87,7 @@ def test_the_random_runs_hold_everything_that_can_happen() -> None:
         for name, count in outcomes.items():
             counts[name] = counts.get(name, 0) + count
     wanted = {*FinishReason, "preemptions", "queue_full_requests", "queue_full_tokens", "never_fits", "deadline"}
-    wanted |= {"duplicate_id", "empty plan with an expiry"}
+    wanted |= {"duplicate_id", "empty plan with an expiry", "shared pages", "recomputed"}
     assert {name for name in wanted if counts.get(name, 0) >= 3} == wanted, counts
 
 
