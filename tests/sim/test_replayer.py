@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.config.policy_config import GROWING_RESERVATIONS
 from jaxserve.core import FinishReason
 from jaxserve.scheduler import Scheduler, StepResult, TraceWriter
 from jaxserve.scheduler.trace import MAX_EVENTS
@@ -65,6 +66,14 @@ def test_page_numbers_that_were_forgotten_are_not_missed(
 ) -> None:
     monkeypatch.setattr("jaxserve.scheduler.page_ordinals._SLACK", 2)
     harness = random_run(seed, seed % 4, sharing=True)
+    assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+
+
+@pytest.mark.parametrize("seed", [65, 643, 931])
+def test_calls_that_gave_no_plan_and_took_slots_for_want_of_pages_are_repeated(tmp_path: Path, seed: int) -> None:
+    harness = random_run(seed, seed % 4)
+    assert harness.config.reservation in GROWING_RESERVATIONS and harness.config.max_steps_ahead
+    assert any(record.get("preempted_next") for record in harness.records)
     assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
 
 
