@@ -13,6 +13,7 @@ from jaxserve.config.engine_config import (
     DTYPES,
     KV_CACHE_DTYPES,
     EngineConfig,
+    SchedulerConfig,
 )
 from jaxserve.config.flag_parsers import (
     ChoiceParser,
@@ -26,6 +27,17 @@ from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESE
 
 ENGINE_COMMANDS = frozenset({"server"})
 """Commands that take every engine flag."""
+
+SIMULATED = frozenset(field.name for field in fields(SchedulerConfig)) | {
+    "dtype",
+    "enable_chunked_prefill",
+    "memory_fraction",
+    "tensor_parallel_size",
+    "trace_file",
+}
+"""Engine flags that `simulate` takes too: the scheduler's, and those that decide sizes, chips and the trace."""
+COST_MODELS = ("unit", "linear", "roofline")
+CHIPS = ("v5e", "v5p", "v6e", "h100", "h200")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -57,7 +69,17 @@ _PORT = IntParser(0, 65535)
 
 
 def _engine(heading: str, *flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
-    return [Flag(name, heading, parser, text, _DEFAULTS[name], ENGINE_COMMANDS) for name, parser, text in flags]
+    return [
+        Flag(
+            name,
+            heading,
+            parser,
+            text,
+            _DEFAULTS[name],
+            ENGINE_COMMANDS | {"simulate"} if name in SIMULATED else ENGINE_COMMANDS,
+        )
+        for name, parser, text in flags
+    ]
 
 
 def _of(command: str, heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
@@ -65,11 +87,72 @@ def _of(command: str, heading: str, *flags: tuple[str, ArgumentParser[Any], Any,
 
 
 _server, _bench = partial(_of, "server"), partial(_of, "bench")
-_replay, _doctor = partial(_of, "replay"), partial(_of, "doctor")
+_replay, _doctor, _simulate = partial(_of, "replay"), partial(_of, "doctor"), partial(_of, "simulate")
 _QUIET = ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged")
 
 
+def _scheduler_only(*flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
+    """Settings of the scheduler that no engine flag sets."""
+    defaults = {field.name: field.default for field in fields(SchedulerConfig) if field.name not in _DEFAULTS}
+    heading = "Scheduling beyond the server's flags"
+    return _simulate(heading, *((name, parser, defaults[name], text) for name, parser, text in flags))
+
+
 FLAGS: tuple[Flag, ...] = (
+    *_simulate(
+        "Simulation",
+        ("scenario", _TEXT, None, "scenario file: requests by iteration, and the trace they should give"),
+        ("workload", _TEXT, None, "workload file: arrivals and lengths, a list of requests, or a recorded trace"),
+        ("output", _TEXT, None, "write the result to this file, as JSON"),
+        ("plots", _TEXT, None, "draw the run, or the sweep, into this folder; needs the plots extra"),
+        ("plot_format", ChoiceParser(("svg", "png")), "svg", "of the plots"),
+        ("iteration_limit", _COUNT, None, "stop after so many iterations; default: a million in a scenario"),
+        ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged"),
+    ),
+    *_simulate(
+        "Cost of an iteration",
+        ("cost_model", ChoiceParser(COST_MODELS), "unit", "unit: 1 s; linear: from cost_file; roofline: of a chip"),
+        ("cost_file", _TEXT, None, "coefficients of the linear model, as tools/fit_cost_model writes them"),
+        ("chip", ChoiceParser(CHIPS), "h100", "of the roofline"),
+        ("model_config", _TEXT, None, "the roofline's model: a config.json as in configs/models, or its directory"),
+        ("weight_bits", IntParser(1, 32), None, "bits of a weight, for the roofline; default: dtype's"),
+        ("kv_bits", IntParser(1, 32), None, "bits of a number in the KV cache, for the roofline; default: dtype's"),
+        ("compute_efficiency", FloatParser(low=1e-3), 0.6, "share of the chip's FLOP/s that is reached"),
+        ("memory_efficiency", FloatParser(low=1e-3), 0.8, "share of the chip's bandwidth that is reached"),
+        ("overhead_s", FloatParser(low=0), 5e-4, "seconds of an iteration outside the roofline: host and launch"),
+    ),
+    *_simulate(
+        "Objectives and sweeps",
+        ("slo_ttft_s", FloatParser(low=0), None, "most seconds from arrival to first token"),
+        ("slo_itl_s", FloatParser(low=0), None, "most seconds between any two successive tokens"),
+        ("slo_tpot_s", FloatParser(low=0), None, "most seconds per output token after the first"),
+        ("slo_share", FloatParser(low=0), 0.99, "share of the offered requests that must meet their objectives"),
+        ("rate", FloatParser(low=1e-9), None, "requests per second instead of the workload's own"),
+        ("sweep_rates", ListParser(FloatParser(low=1e-9)), None, "run at each of these rates, as 1,2,4"),
+        ("find_rate", _BOOL, False, "find the highest rate at which slo_share of the requests meet their objectives"),
+        ("sweep", _TEXT, None, "run with each value of a scheduler flag, as prefill_chunk=128,256,512"),
+    ),
+    Flag(
+        "output",
+        "Fit",
+        _TEXT,
+        "write the coefficients to this file, as JSON, for simulate --cost_file",
+        None,
+        frozenset({"fit_cost_model"}),
+    ),
+    Flag(
+        "log_level",
+        "Fit",
+        ChoiceParser(LOG_LEVELS),
+        "least level that is logged",
+        "warning",
+        frozenset({"fit_cost_model"}),
+    ),
+    *_scheduler_only(
+        ("arrivals_claim_slots", _BOOL, "an arrival may take a free slot ahead of the waiting queue"),
+        ("max_prefill_seqs", _COUNT, "most requests with a prompt chunk in one iteration"),
+        ("max_steps_ahead", IntParser(low=0), "iterations that the host plans ahead of the device"),
+    ),
     *_engine(
         "Model",
         ("model", _TEXT, "smollm2-135m (demo), a Hugging Face directory, a .gguf, an Orbax directory or a hub id"),

@@ -1,0 +1,85 @@
+"""A run's or a sweep's figures as tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxserve.sim.report import LATENCIES, QUANTILES
+
+_COUNTS = ("offered", "completed", "rejected", "expired", "live", "preemptions")
+_SWEEP = (
+    ("tokens_per_s", "tokens/s", ".1f"),
+    ("requests_per_s", "requests/s", ".3g"),
+    ("goodput_requests_per_s", "goodput/s", ".3g"),
+    ("slo_share", "met SLO", ".1%"),
+    ("ttft_s.p50", "TTFT p50 s", ".3g"),
+    ("ttft_s.p99", "TTFT p99 s", ".3g"),
+    ("itl_s.p99", "ITL p99 s", ".3g"),
+    ("queue_s.p99", "queue p99 s", ".3g"),
+    ("slot_utilisation", "slots", ".0%"),
+    ("rejected", "rejected", "d"),
+    ("preemptions", "preempted", "d"),
+)
+
+
+def print_run(title: str, figures: dict[str, Any]) -> None:
+    """One run: counts and latencies per class, then the whole."""
+    groups = {"all": figures, **(figures["classes"] if len(figures["classes"]) > 1 else {})}
+    requests = _table(f"{title}: requests", ["class", *_COUNTS, "requests/s", "tokens/s", "goodput/s", "met SLO"])
+    for name, group in groups.items():
+        rates = [_shown(group[key], ".4g") for key in ("requests_per_s", "tokens_per_s", "goodput_requests_per_s")]
+        requests.add_row(name, *(str(group[key]) for key in _COUNTS), *rates, _shown(group["slo_share"], ".1%"))
+    latencies = _table("seconds", ["class", "", "mean", *QUANTILES, "max"])
+    for name, group in groups.items():
+        for key in LATENCIES:
+            values = [_shown(group[key][column], ".4g") for column in ("mean", *QUANTILES, "max")]
+            latencies.add_row(name, key.removesuffix("_s").replace("_", " "), *values)
+    console = _console()
+    console.print(requests)
+    console.print(latencies)
+    console.print(
+        f"{figures['iterations']} iterations of {_shown(figures['mean_iteration_s'], '.3g')} s over"
+        f" {figures['duration_s']:.4g} s; slots {figures['slot_utilisation']:.1%},"
+        f" token budget {figures['budget_utilisation']:.1%}, device busy {_shown(figures['busy_share'], '.1%')};"
+        f" {figures['termination']}",
+        soft_wrap=True,
+    )
+    reasons = {key: count for key, count in figures["rejected_by_reason"].items() if count}
+    if reasons:
+        console.print("rejected: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items()))
+
+
+def print_sweep(title: str, name: str, points: Sequence[dict[str, Any]]) -> None:
+    """A sweep: one row per point."""
+    table = _table(title, [name, *(heading for _, heading, _ in _SWEEP)])
+    for point in points:
+        value = point[name]
+        label = format(value, ".4g") if isinstance(value, float) else str(value)
+        table.add_row(label, *(_shown(_at(point["figures"], key), form) for key, _, form in _SWEEP))
+    _console().print(table)
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    return table
+
+
+def _console() -> Console:
+    # Wide enough for every column also where there is no terminal to ask.
+    return Console(width=max(Console().width, 150), highlight=False)
+
+
+def _at(figures: Any, path: str) -> Any:
+    for key in path.split("."):
+        figures = figures[key]
+    return figures
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,137 @@
+"""Cost models: how long an iteration takes, from what its plan makes the device do.
+
+A model sees five numbers of a plan and nothing else, so the same model serves every scheduler setting
+and can be fitted to the trace of a real engine (`tools/fit_cost_model`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Protocol
+
+from jaxserve.scheduler import StepPlan
+from jaxserve.sim.json_fields import JsonFields, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class StepFeatures:
+    """The work of one iteration; all counts of tokens.
+
+    Attributes:
+      decode_rows: rows with one token each.
+      decode_context: K/V tokens the decode rows read, their own included.
+      prefill_tokens: prompt tokens computed.
+      prefill_attention: sum over prefill tokens of the tokens each attends to, itself included.
+      prefill_context: K/V tokens the chunks read, each chunk's once: its end position.
+      emitted: positions that sample a token.
+    """
+
+    decode_rows: int = 0
+    decode_context: int = 0
+    prefill_tokens: int = 0
+    prefill_attention: int = 0
+    prefill_context: int = 0
+    emitted: int = 0
+
+
+def features_of(plan: StepPlan) -> StepFeatures:
+    """What a plan makes the device do."""
+    tokens = attention = context = emitted = 0
+    for chunk in plan.prefill:
+        count = len(chunk.token_ids)
+        tokens += count
+        # Token i of the chunk attends to start + i + 1 tokens.
+        attention += chunk.start * count + count * (count + 1) // 2
+        context += chunk.start + count
+        emitted += chunk.emits
+    rows = len(plan.decode)
+    return StepFeatures(
+        decode_rows=rows,
+        decode_context=sum(row.position for row in plan.decode) + rows,
+        prefill_tokens=tokens,
+        prefill_attention=attention,
+        prefill_context=context,
+        emitted=rows + emitted,
+    )
+
+
+class CostModel(Protocol):
+    """Seconds of an iteration."""
+
+    def step_s(self, features: StepFeatures) -> float:
+        """Above 0."""
+
+    def explain(self, features: StepFeatures) -> list[str]:
+        """The arithmetic behind `step_s`, as lines to read."""
+
+
+class UnitCost:
+    """Every iteration takes 1 s: time is the number of iterations."""
+
+    def step_s(self, features: StepFeatures) -> float:
+        """1.0."""
+        return 1.0
+
+    def explain(self, features: StepFeatures) -> list[str]:
+        """One line."""
+        return ["unit: every iteration takes 1 s"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """constant + coefficients x features, seconds.
+
+    Attributes:
+      constant_s: of any iteration.
+      decode_row_s: per decode row.
+      kv_token_s: per K/V token that decode rows read.
+      prefill_token_s: per prompt token.
+      prefill_attention_s: per token attended to by a prompt token.
+    """
+
+    constant_s: float
+    decode_row_s: float
+    kv_token_s: float
+    prefill_token_s: float
+    prefill_attention_s: float
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> LinearCost:
+        """Coefficients from a JSON object with the attributes' names; `fit`, if there, is not read.
+
+        Raises:
+          ValueError: naming the field and the rule.
+        """
+        document = JsonFields(read_json(path), str(path))
+        document.any("fit", None)
+        values = {field.name: document.number(field.name, low=0.0) for field in fields(cls)}
+        document.close()
+        if values["constant_s"] == 0.0 and (values["decode_row_s"] == 0.0 or values["prefill_token_s"] == 0.0):
+            raise ValueError(
+                f"{document.name_of('constant_s')} is 0; it must be above 0, unless decode_row_s and prefill_token_s"
+                " are: an iteration takes time"
+            )
+        return cls(**values)
+
+    def step_s(self, features: StepFeatures) -> float:
+        """The sum of `terms`."""
+        return (
+            self.constant_s
+            + self.decode_row_s * features.decode_rows
+            + self.kv_token_s * features.decode_context
+            + self.prefill_token_s * features.prefill_tokens
+            + self.prefill_attention_s * features.prefill_attention
+        )
+
+    def explain(self, features: StepFeatures) -> list[str]:
+        """A line per term."""
+        terms = (
+            ("constant", self.constant_s, 1),
+            ("decode rows", self.decode_row_s, features.decode_rows),
+            ("K/V tokens read", self.kv_token_s, features.decode_context),
+            ("prefill tokens", self.prefill_token_s, features.prefill_tokens),
+            ("prefill attention", self.prefill_attention_s, features.prefill_attention),
+        )
+        lines = [f"{name}: {factor:.3e} s x {count} = {factor * count:.3e} s" for name, factor, count in terms]
+        return [*lines, f"sum: {self.step_s(features):.3e} s"]

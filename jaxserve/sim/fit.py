@@ -1,0 +1,166 @@
+"""`tools/fit_cost_model TRACE --output=F`: the linear cost model that a real engine's trace shows.
+
+An iteration's duration is the time from its plan to the next, where work was left after it: otherwise the
+engine may have been idle in between. The fit minimises the sum of absolute residuals (each iteration
+counts the same, and a few slow ones move nothing), with coefficients of at least 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxserve.config.flags import exit_with, parse_flags
+from jaxserve.sim.cost_model import LinearCost
+from jaxserve.sim.fixed_workload import read_trace
+
+MIN_ITERATIONS = 20
+_ROUNDS = 100
+
+Matrix = npt.NDArray[np.float64]
+
+
+def trace_samples(path: str | Path) -> tuple[Matrix, Matrix]:
+    """The usable iterations of a trace.
+
+    Returns:
+      float64[n, 5]: 1, decode rows, K/V tokens read, prefill tokens, prefill attention;
+      float64[n]: durations, seconds.
+
+    Raises:
+      ValueError: no trace, or one with fewer than `MIN_ITERATIONS` usable iterations.
+    """
+    try:
+        rows, durations = _samples(path)
+    except KeyError as error:
+        raise ValueError(
+            f"{path}: a record or request lacks {error}; a trace must be whole, from its header on"
+        ) from None
+    if len(rows) < MIN_ITERATIONS:
+        raise ValueError(
+            f"{path} has {len(rows)} iterations that were followed by another at once; a fit needs {MIN_ITERATIONS}"
+        )
+    return np.asarray(rows, np.float64), np.asarray(durations, np.float64)
+
+
+def fit(samples: Matrix, durations: Matrix) -> LinearCost:
+    """Least absolute residuals, by least squares with weights of 1 / |residual|, coefficients at least 0.
+
+    Raises:
+      ValueError: the trace explains no duration: all coefficients are 0.
+    """
+    # A column of one order of magnitude with the others; one that never occurs keeps the coefficient 0.
+    scale = np.abs(samples).max(axis=0)
+    used = [index for index in range(samples.shape[1]) if scale[index] > 0.0]
+    while used:
+        columns = samples[:, used] / scale[used]
+        solution = _least_absolute(columns, durations)
+        if (solution >= 0.0).all():
+            break
+        del used[int(solution.argmin())]
+    if not used:
+        raise ValueError("no coefficient is above 0; is the trace of a real engine?")
+    coefficients = np.zeros(samples.shape[1])
+    coefficients[used] = solution / scale[used]
+    return LinearCost(*coefficients.tolist())
+
+
+def residuals(cost: LinearCost, samples: Matrix, durations: Matrix) -> dict[str, float]:
+    """How far the model is off: absolute, in seconds, and relative to the duration."""
+    predicted = samples @ np.asarray(list(asdict(cost).values()))
+    absolute = np.abs(predicted - durations)
+    relative = absolute / np.maximum(durations, 1e-12)
+    return {
+        "iterations": len(durations),
+        "median_duration_s": float(np.median(durations)),
+        "median_absolute_s": float(np.median(absolute)),
+        "p90_absolute_s": float(np.quantile(absolute, 0.9)),
+        "largest_absolute_s": float(absolute.max()),
+        "median_relative": float(np.median(relative)),
+        "p90_relative": float(np.quantile(relative, 0.9)),
+        "predicted_over_measured_total": float(predicted.sum() / durations.sum()),
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    """Fits, prints coefficients and residuals, writes the file.
+
+    Raises:
+      SystemExit: non-zero on a mistake in flags or trace.
+    """
+    trace = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else None
+    flags = parse_flags("fit_cost_model", [argv[0], *argv[1 if trace is None else 2 :]])
+    if trace is None:
+        exit_with("say first which trace: tools/fit_cost_model TRACE --output=FILE")
+    try:
+        samples, durations = trace_samples(trace)
+        cost = fit(samples, durations)
+    except ValueError as error:
+        exit_with(str(error))
+    quality = residuals(cost, samples, durations)
+    for name, value in {**asdict(cost), **quality}.items():
+        print(f"{name:>30} {value:.6g}")
+    if flags.output:
+        document = {**asdict(cost), "fit": {"trace": Path(trace).name, **quality}}
+        Path(flags.output).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
+    rows: list[tuple[float, ...]] = []
+    durations: list[float] = []
+    prompts: dict[str, int] = {}
+    written: dict[str, int] = {}  # tokens with K/V, per id
+    previous: dict[str, Any] | None = None
+    for record in read_trace(path):
+        for event in record.get("events", ()):
+            if event["kind"] == "add" and event["outcome"] != "duplicate_id":
+                prompts[event["id"]] = event["prompt"]
+                written[event["id"]] = 0
+        if record.get("kind") is not None:
+            continue
+        if previous is not None:
+            if previous["active"] or previous["queue"]:
+                durations.append(record["now"] - previous["now"])
+            else:
+                rows.pop()
+        rows.append(_work(record, prompts, written))
+        previous = record
+    return rows[: len(durations)], durations  # nobody knows how long the last took
+
+
+def _work(record: dict[str, Any], prompts: dict[str, int], written: dict[str, int]) -> tuple[float, ...]:
+    tokens = attention = context = 0
+    for request_id in record["decode"]:
+        written[request_id] = max(written[request_id], prompts[request_id]) + 1
+        context += written[request_id]
+    for request_id, count in record["prefill"]:
+        tokens += count
+        attention += written[request_id] * count + count * (count + 1) // 2
+        written[request_id] += count
+    return 1.0, float(len(record["decode"])), float(context), float(tokens), float(attention)
+
+
+def _least_absolute(columns: Matrix, durations: Matrix) -> Matrix:
+    weights = np.ones(len(durations))
+    floor = 1e-6 * max(float(np.median(durations)), 1e-12)
+    solution = np.zeros(columns.shape[1])
+    for _ in range(_ROUNDS):
+        root = np.sqrt(weights)
+        found, *_ = np.linalg.lstsq(columns * root[:, None], durations * root, rcond=None)
+        settled = np.allclose(found, solution, rtol=1e-9, atol=0.0)
+        solution = found
+        if settled:
+            break
+        weights = 1.0 / np.maximum(np.abs(columns @ solution - durations), floor)
+    return solution
+
+
+if __name__ == "__main__":
+    main(sys.argv)

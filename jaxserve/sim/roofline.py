@@ -1,0 +1,218 @@
+"""Roofline: an iteration takes as long as its arithmetic or its memory traffic, whichever is longer.
+
+    FLOPs = 2 x layer weights x tokens + 2 x vocabulary x hidden x sampled positions
+            + 4 x layers x query heads x head dim x (K/V tokens attended to)
+    bytes = weights, once + K/V tokens read + K/V tokens written
+    seconds = overhead + max(FLOPs / (peak x efficiency), bytes / (bandwidth x efficiency))
+
+Weights are read once per iteration because one program holds its prefill and decode rows. Devices share
+FLOPs, weights and KV heads evenly; their communication is not counted, nor is padding to buckets. A
+roofline is a bound to reason with; `tools/fit_cost_model` gives what an engine really takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.config.engine_config import check_page_size
+from jaxserve.sim.cost_model import StepFeatures
+from jaxserve.sim.json_fields import JsonFields, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One accelerator: dense bfloat16 FLOP/s, bytes per second, bytes."""
+
+    name: str
+    peak_flops: float
+    bandwidth: float
+    memory_bytes: float
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        # https://cloud.google.com/tpu/docs/v6e compares v5e and v6e (earlier versions of it say 819 and 1640 GB/s).
+        Chip("v5e", 197e12, 800e9, 16e9),
+        Chip("v6e", 918e12, 1600e9, 32e9),
+        # https://cloud.google.com/tpu/docs/v5p
+        Chip("v5p", 459e12, 2765e9, 95e9),
+        # NVIDIA H100 and H200 data sheets, SXM: 1979 TFLOP/s with sparsity, half of it dense.
+        Chip("h100", 989.5e12, 3.35e12, 80e9),
+        Chip("h200", 989.5e12, 4.8e12, 141e9),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A dense decoder with gated MLPs. Names as in design words: layers, heads, dimensions."""
+
+    num_layers: int
+    hidden: int
+    mlp_hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ModelShape:
+        """Reads a Hugging Face config.json, or the one in a directory.
+
+        Raises:
+          ValueError: a field is missing, or the model is not a dense one with ordinary attention.
+        """
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        fields = JsonFields(read_json(path), str(path))
+        for name in ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank"):
+            if fields.any(name, None):
+                raise ValueError(
+                    f"{fields.name_of(name)} is {fields.any(name)}; the roofline knows dense models with ordinary"
+                    " attention only; fit a linear cost model to a trace instead (tools/fit_cost_model)"
+                )
+        hidden, heads = fields.integer("hidden_size", 1), fields.integer("num_attention_heads", 1)
+        # null stands for "as usual", as in the model library.
+        kv_heads = (
+            heads if fields.any("num_key_value_heads", None) is None else fields.integer("num_key_value_heads", 1)
+        )
+        head_dim = hidden // heads if fields.any("head_dim", None) is None else fields.integer("head_dim", 1)
+        return cls(
+            num_layers=fields.integer("num_hidden_layers", 1),
+            hidden=hidden,
+            mlp_hidden=fields.integer("intermediate_size", 1),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=fields.integer("vocab_size", 1),
+            tied_embeddings=fields.boolean("tie_word_embeddings", False),
+        )
+
+    @property
+    def layer_weights(self) -> int:
+        """Of the matrix multiplications of all layers."""
+        attention = self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden * self.mlp_hidden)
+
+    @property
+    def head_weights(self) -> int:
+        """Of the projection onto the vocabulary."""
+        return self.vocab_size * self.hidden
+
+    @property
+    def num_weights(self) -> int:
+        """All that lie in memory; norms are too small to count."""
+        return self.layer_weights + self.head_weights * (1 if self.tied_embeddings else 2)
+
+
+class RooflineCost:
+    """See the module.
+
+    Args:
+      chip: one device.
+      shape: the model.
+      num_chips: that share it.
+      weight_bits, kv_bits: of one number.
+      compute_efficiency, memory_efficiency: shares of the peaks that are reached, in (0, 1].
+      overhead_s: of every iteration.
+
+    Raises:
+      ValueError: no chip, or an efficiency above 1.
+    """
+
+    def __init__(
+        self,
+        chip: Chip,
+        shape: ModelShape,
+        *,
+        num_chips: int = 1,
+        weight_bits: int = 16,
+        kv_bits: int = 16,
+        compute_efficiency: float = 0.6,
+        memory_efficiency: float = 0.8,
+        overhead_s: float = 5e-4,
+    ) -> None:
+        for name, share in (("compute_efficiency", compute_efficiency), ("memory_efficiency", memory_efficiency)):
+            if not 0.0 < share <= 1.0:
+                raise ValueError(f"{name} is {share}; it must be in (0, 1]")
+        if num_chips < 1:
+            raise ValueError(f"tensor_parallel_size is {num_chips}; it must be an integer of at least 1")
+        self.chip, self.shape, self.num_chips = chip, shape, num_chips
+        self._flops = chip.peak_flops * compute_efficiency * num_chips
+        self._bandwidth = chip.bandwidth * memory_efficiency
+        self._overhead_s = overhead_s
+        self._attention_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
+        self._read_weights = (shape.layer_weights + shape.head_weights) * weight_bits / 8 / num_chips
+        self._held_weights = shape.num_weights * weight_bits / 8 / num_chips
+        # A KV head is not split: with more devices than heads it is held several times.
+        heads = -(-shape.num_kv_heads // num_chips)
+        self.kv_token_bytes = 2 * shape.num_layers * heads * shape.head_dim * kv_bits / 8
+        """Bytes of one token's K and V on one device."""
+
+    def step_s(self, features: StepFeatures) -> float:
+        """Overhead and the longer of both."""
+        return self._overhead_s + max(self._compute_s(features), self._memory_s(features))
+
+    def num_pages(self, page_size: int, memory_fraction: float) -> int:
+        """KV pages that fit beside the weights, the null page included.
+
+        Raises:
+          ValueError: the weights leave no room, or the fraction is not in (0, 1].
+        """
+        check_page_size(page_size)
+        if not 0.0 < memory_fraction <= 1.0:
+            raise ValueError(f"memory_fraction is {memory_fraction}; it must be in (0, 1]")
+        room = self.chip.memory_bytes * memory_fraction - self._held_weights
+        pages = int(room // (page_size * self.kv_token_bytes))
+        if pages < 2:
+            raise ValueError(
+                f"weights take {self._held_weights / 1e9:.1f} GB of each {self.chip.name}, which has"
+                f" {self.chip.memory_bytes * memory_fraction / 1e9:.1f} GB (memory_fraction {memory_fraction:g});"
+                " raise tensor_parallel_size, or choose a smaller model or weight_bits"
+            )
+        return pages
+
+    def explain(self, features: StepFeatures) -> list[str]:
+        """The arithmetic with its numbers."""
+        shape, chip = self.shape, self.chip
+        tokens, attended = _tokens(features), features.decode_context + features.prefill_attention
+        read = features.decode_context + features.prefill_context
+        compute_s, memory_s = self._compute_s(features), self._memory_s(features)
+        return [
+            f"{self.num_chips} x {chip.name}: {self._flops / 1e12:.0f} TFLOP/s together and"
+            f" {self._bandwidth / 1e9:.0f} GB/s each, after efficiency",
+            f"weights: {shape.num_weights / 1e9:.3f} billion, {self._held_weights / 1e9:.2f} GB per device;"
+            f" K/V: {self.kv_token_bytes:.0f} bytes per token and device",
+            f"FLOPs: 2 x {shape.layer_weights} x {tokens} tokens"
+            f" + 2 x {shape.head_weights} x {features.emitted} sampled"
+            f" + {self._attention_flops} x {attended} attended = {self._flops_of(features):.3e}",
+            f"bytes per device: {self._read_weights:.3e} weights + {self.kv_token_bytes:.0f} x"
+            f" ({read} read + {tokens} written) = {self._bytes_of(features):.3e}",
+            f"compute {compute_s:.3e} s, memory {memory_s:.3e} s: bound by"
+            f" {'compute' if compute_s > memory_s else 'memory'}; with overhead {self._overhead_s:.1e} s"
+            f" together {self.step_s(features):.3e} s",
+        ]
+
+    def _flops_of(self, features: StepFeatures) -> float:
+        return (
+            2 * self.shape.layer_weights * _tokens(features)
+            + 2 * self.shape.head_weights * features.emitted
+            + self._attention_flops * (features.decode_context + features.prefill_attention)
+        )
+
+    def _bytes_of(self, features: StepFeatures) -> float:
+        moved = features.decode_context + features.prefill_context + _tokens(features)
+        return self._read_weights + self.kv_token_bytes * moved
+
+    def _compute_s(self, features: StepFeatures) -> float:
+        return self._flops_of(features) / self._flops
+
+    def _memory_s(self, features: StepFeatures) -> float:
+        return self._bytes_of(features) / self._bandwidth
+
+
+def _tokens(features: StepFeatures) -> int:
+    return features.decode_rows + features.prefill_tokens

@@ -1,0 +1,246 @@
+"""Simulator: the serving scheduler under a simulated clock.
+
+The object that plans is `jaxserve.scheduler.Scheduler` itself, called in the engine's order; only the device
+and the clock are replaced. A cost model says how long each plan takes, a source says when requests come.
+
+    schedule(now) ─▶ plan ─▶ runs on the device, from when it is free, for cost_model.step_s
+    arrivals while it runs are added at their own instants
+    update(plan) at its end; then arrivals of that very instant; then the next plan
+
+With `max_steps_ahead` of the scheduler's settings above 0 the host plans ahead of the device by so many
+iterations, as an overlapped engine does. When nobody is live the clock jumps to the next arrival, and where a
+batch is held back until it is full or `batch_timeout_s` have passed, to the first of these. Nothing here is
+random or reads a clock: the same arguments give the same result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf, nextafter
+from typing import Any
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.core import FinishReason
+from jaxserve.scheduler import Scheduler, StepPlan, StepResult, TokenEvent
+from jaxserve.sim.cost_model import CostModel, features_of
+from jaxserve.sim.request_log import COMPLETED, LiveRequest, RequestLog
+from jaxserve.sim.source import OTHER_ID, STOP_ID, Source
+from jaxserve.sim.timeline import Span, Timeline
+
+ALL_TERMINAL, ITERATION_LIMIT = "all_terminal", "iteration_limit"
+MAX_ITERATIONS = 100_000_000
+
+_OUTCOMES = {
+    FinishReason.STOP: COMPLETED,
+    FinishReason.LENGTH: COMPLETED,
+    FinishReason.ABORT: "aborted",
+    FinishReason.EXPIRED: "expired",
+    FinishReason.ERROR: "failed",
+}
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the iterations.
+
+    Attributes:
+      slot_steps: slots with work, summed over iterations.
+      tokens: computed, prefill and decode.
+      recomputed_tokens: whose K/V a preemption dropped; cached_tokens: found in the prefix cache.
+      busy_s: the device was busy.
+      ended_at: instant at which the simulation ended.
+    """
+
+    iterations: int = 0
+    slot_steps: int = 0
+    tokens: int = 0
+    recomputed_tokens: int = 0
+    cached_tokens: int = 0
+    busy_s: float = 0.0
+    ended_at: float = 0.0
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """What a run left.
+
+    Attributes:
+      termination: "all_terminal", or "iteration_limit" when requests were still live or to come.
+    """
+
+    config: SchedulerConfig
+    termination: str = ALL_TERMINAL
+    log: RequestLog = field(default_factory=RequestLog)
+    timeline: Timeline = field(default_factory=Timeline)
+    totals: Totals = field(default_factory=Totals)
+
+
+class Simulator:
+    """Runs a workload to its end, once.
+
+    Args:
+      config: of the scheduler.
+      cost_model: seconds of an iteration.
+      source: arrivals.
+      trace: gets the scheduler's records, see `jaxserve.scheduler.trace`.
+      max_iterations: after which it stops, whoever is live.
+      keep_ids: keep the requests' ids in the log.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cost_model: CostModel,
+        source: Source,
+        *,
+        trace: Callable[[dict[str, Any]], None] | None = None,
+        max_iterations: int = MAX_ITERATIONS,
+        keep_ids: bool = False,
+    ) -> None:
+        self.scheduler = Scheduler(config, trace=trace)
+        self._cost_model = cost_model
+        self._source = source
+        self._max_iterations = max_iterations
+        self._live: dict[str, LiveRequest] = {}
+        self._just_ended: dict[str, LiveRequest] = {}  # since the last plan, which may name them as preempted
+        self._flights: deque[tuple[StepPlan, float]] = deque()  # with the instant of the plan's end
+        self._device_free_at = 0.0
+        self._now = 0.0
+        self._result = SimulationResult(config, log=RequestLog(keep_ids=keep_ids))
+
+    def run(self) -> SimulationResult:
+        """Simulates until no request is live or to come, or until the limit."""
+        totals = self._result.totals
+        self._add_arrivals(self._now)
+        while self._advance():
+            if totals.iterations >= self._max_iterations and (self._live or self._source.peek() is not None):
+                self._result.termination = ITERATION_LIMIT
+                break
+        self.scheduler.flush_trace()
+        totals.ended_at = self._now
+        totals.recomputed_tokens = self.scheduler.counters.recomputed_tokens
+        totals.cached_tokens = self.scheduler.counters.cached_tokens
+        for live in self._live.values():
+            self._result.log.close(live)
+        return self._result
+
+    def _advance(self) -> bool:
+        """One turn of the engine's loop; False when nothing is left to do."""
+        plan = self.scheduler.schedule(self._now)
+        self._take(self.scheduler.take_events())
+        if not plan.empty:
+            self._dispatch(plan)
+        elif not self._flights:
+            return self._jump()
+        keep = self._result.config.max_steps_ahead if not plan.empty else len(self._flights) - 1
+        while len(self._flights) > keep:
+            self._land(*self._flights.popleft())
+        self._add_arrivals(self._now)
+        return True
+
+    def _jump(self) -> bool:
+        """To the next instant at which there may be something to plan; False when there is none."""
+        instants = [at for at in (self._source.peek(), self._batch_ready_at()) if at is not None]
+        if not instants:
+            return False
+        self._now = max(self._now, min(instants))
+        self._add_arrivals(self._now)
+        return True
+
+    def _batch_ready_at(self) -> float | None:
+        """When a batch that is held back goes without being full; None when nobody waits."""
+        if self.scheduler.idle:
+            return None
+        config = self._result.config
+        held_back = config.batching == "request_dynamic" and not self.scheduler.num_running
+        assert held_back, f"nothing is planned, yet live: {self.scheduler.live_ids}"
+        arrived_at = self.scheduler.sequence(self.scheduler.waiting_ids[0]).arrived_at
+        ready_at = arrived_at + config.batch_timeout_s
+        # Rounding may leave the sum short of the timeout.
+        while ready_at - arrived_at < config.batch_timeout_s:
+            ready_at = nextafter(ready_at, inf)
+        assert ready_at > self._now, f"nothing is planned at {self._now}, when a batch has waited since {arrived_at}"
+        return ready_at
+
+    def _dispatch(self, plan: StepPlan) -> None:
+        duration_s = self._cost_model.step_s(features_of(plan))
+        assert duration_s > 0.0, f"the cost model gives plan {plan.iteration} {duration_s} s"
+        began_at = max(self._now, self._device_free_at)
+        self._device_free_at = began_at + duration_s
+        self._flights.append((plan, self._device_free_at))
+        log = self._result.log
+        for request_id in plan.preempted:
+            log.preempted(self._live.get(request_id) or self._just_ended[request_id])
+        self._just_ended = {}
+        for chunk in plan.prefill:
+            log.started(self._live[chunk.request_id], began_at)
+        self._count(plan, began_at, duration_s)
+
+    def _count(self, plan: StepPlan, began_at: float, duration_s: float) -> None:
+        totals, scheduler = self._result.totals, self.scheduler
+        rows = len(plan.decode) + len(plan.prefill)
+        totals.iterations += 1
+        totals.slot_steps += rows
+        totals.tokens += plan.num_tokens
+        totals.busy_s += duration_s
+        self._result.timeline.add(
+            Span(
+                began_at=began_at,
+                ended_at=began_at + duration_s,
+                busy_s=duration_s,
+                iterations=1,
+                decode_tokens=len(plan.decode),
+                prefill_tokens=plan.num_tokens - len(plan.decode),
+                pages_owned=scheduler.pages_owned,
+                queue=scheduler.num_waiting,
+                active=rows,
+            )
+        )
+
+    def _land(self, plan: StepPlan, ends_at: float) -> None:
+        """The device has finished a plan; what arrived meanwhile was there before."""
+        self._add_arrivals(ends_at, inclusive=False)
+        self._now = max(self._now, ends_at)
+        result = StepResult(
+            tuple(self._sample(row.request_id) for row in plan.decode),
+            tuple(self._sample(chunk.request_id) for chunk in plan.prefill),
+        )
+        self._take(self.scheduler.update(plan, result, self._now))
+
+    def _sample(self, request_id: str) -> int:
+        live = self._live.get(request_id)
+        if live is None:
+            return OTHER_ID
+        return STOP_ID if live.num_tokens + 1 >= live.arrival.num_output_tokens else OTHER_ID
+
+    def _add_arrivals(self, until: float, *, inclusive: bool = True) -> None:
+        while (at := self._source.peek()) is not None and (at < until or (inclusive and at <= until)):
+            arrival = self._source.take()
+            self._now = max(self._now, at)
+            live = self._result.log.arrived(arrival)
+            rejection = self.scheduler.add(arrival.request, self._now)
+            self._take(self.scheduler.take_events())  # it may have displaced another
+            if rejection is None:
+                self._live[arrival.request.request_id] = live
+            else:
+                self._result.log.refused(live, rejection.reason, self._now)
+                self._source.ended(self._now, rejection.retry_after_s)
+
+    def _take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            live = self._live[event.request_id]
+            if event.token_id is not None:
+                self._result.log.token(live, self._now)
+            if event.finish_reason is not None:
+                del self._live[event.request_id]
+                self._just_ended[event.request_id] = live
+                self._end(live, FinishReason(event.finish_reason))
+
+    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
+        if reason is FinishReason.DISPLACED:
+            self._result.log.refused(live, str(reason), self._now)
+        else:
+            self._result.log.ended(live, _OUTCOMES[reason], self._now)
+        self._source.ended(self._now)

@@ -1,0 +1,219 @@
+"""Cost models: features and seconds worked out by hand, coefficients recovered from traces."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.config.flag_table import CHIPS as CHIP_NAMES
+from jaxserve.scheduler import DecodeRow, PrefillChunk, StepPlan, TraceWriter
+from jaxserve.sim import fit
+from jaxserve.sim.cost_model import LinearCost, StepFeatures, UnitCost, features_of
+from jaxserve.sim.roofline import CHIPS, Chip, ModelShape, RooflineCost
+from jaxserve.sim.simulator import Simulator
+from jaxserve.sim.workload import parse_workload
+
+REPOSITORY = Path(__file__).parents[2]
+COST = LinearCost(2e-3, 3e-5, 4e-8, 5e-6, 6e-10)
+
+
+def test_features_of_a_plan_by_hand():
+    plan = StepPlan(
+        0,
+        decode=(DecodeRow("a", 0, 9), DecodeRow("b", 1, 4)),
+        prefill=(PrefillChunk("c", 2, 3, (1, 1), False), PrefillChunk("d", 3, 0, (1, 1, 1), True)),
+    )
+    # c's tokens attend to 4 and 5 tokens, d's to 1, 2 and 3.
+    assert features_of(plan) == StepFeatures(2, 15, 5, 15, 8, 3)
+
+
+def test_unit_and_linear():
+    features = StepFeatures(2, 15, 5, 15, 8, 3)
+    assert UnitCost().step_s(features) == 1.0
+    assert LinearCost(1.0, 0.1, 0.01, 0.2, 0.001).step_s(features) == pytest.approx(1 + 0.2 + 0.15 + 1.0 + 0.015)
+    assert "decode rows: 1.000e-01 s x 2 = 2.000e-01 s" in LinearCost(1.0, 0.1, 0.01, 0.2, 0.001).explain(features)
+
+
+SHAPE = ModelShape(2, 8, 16, 4, 2, 4, 100, False)
+CHIP = Chip("toy", 1e6, 1e5, 1e5)
+
+
+def test_the_roofline_by_hand():
+    cost = RooflineCost(CHIP, SHAPE, compute_efficiency=0.5, memory_efficiency=1.0, overhead_s=0.25)
+    layer = 2 * (8 * 4 * (4 + 2 + 2 + 4) + 3 * 8 * 16)
+    kv_bytes = 2 * 2 * 2 * 4 * 2
+    assert (SHAPE.layer_weights, SHAPE.num_weights, cost.kv_token_bytes) == (layer, layer + 2 * 800, kv_bytes)
+    decode = StepFeatures(decode_rows=3, decode_context=30, emitted=3)
+    flops = 2 * layer * 3 + 2 * 800 * 3 + 4 * 2 * 4 * 4 * 30
+    moved = (layer + 800) * 2 + kv_bytes * 33
+    assert cost.step_s(decode) == pytest.approx(0.25 + max(flops / 5e5, moved / 1e5))
+    assert moved / 1e5 > flops / 5e5
+    assert "bound by memory" in cost.explain(decode)[-1]
+    prefill = StepFeatures(prefill_tokens=1000, prefill_attention=500_500, prefill_context=1000, emitted=1)
+    flops = 2 * layer * 1000 + 1600 + 128 * 500_500
+    assert cost.step_s(prefill) == pytest.approx(0.25 + flops / 5e5)
+    assert f"{flops:.3e}" in cost.explain(prefill)[2]
+
+
+def test_devices_share_weights_and_no_more_than_all_kv_heads():
+    single, four = (RooflineCost(CHIP, SHAPE, num_chips=count, overhead_s=0.0) for count in (1, 4))
+    assert four.kv_token_bytes == single.kv_token_bytes / 2
+    features = StepFeatures(prefill_tokens=1000, prefill_attention=500_500, prefill_context=1000)
+    assert four.step_s(features) == pytest.approx(single.step_s(features) / 4)
+
+
+def test_pages_are_what_the_weights_leave():
+    cost = RooflineCost(CHIP, SHAPE)
+    weights = SHAPE.num_weights * 2
+    assert cost.num_pages(4, 0.5) == (50_000 - weights) // (4 * 64)
+    with pytest.raises(ValueError, match=r"weights take 0.0 GB of each toy, .* \(memory_fraction 0.01\); raise tensor"):
+        cost.num_pages(4, 0.01)
+
+
+def test_every_named_chip_is_known_and_the_shipped_models_have_their_size():
+    assert set(CHIPS) == set(CHIP_NAMES)
+    sizes = {"smollm2-135m": 134.5e6, "llama-3.1-8b": 8.03e9, "llama-3.1-70b": 70.6e9}
+    paths = sorted((REPOSITORY / "configs" / "models").glob("*.json"))
+    assert {path.stem for path in paths} >= set(sizes)
+    for name, size in sizes.items():
+        shape = ModelShape.from_file(REPOSITORY / "configs" / "models" / f"{name}.json")
+        assert shape.num_weights == pytest.approx(size, rel=2e-3)
+
+
+def test_a_model_that_the_roofline_does_not_know_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8}))
+    with pytest.raises(ValueError, match=r"config.json.num_local_experts is 8; the roofline knows dense models"):
+        ModelShape.from_file(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    with pytest.raises(ValueError, match=r"config.json.num_attention_heads is missing"):
+        ModelShape.from_file(tmp_path)
+
+
+def test_impossible_devices_are_refused():
+    with pytest.raises(ValueError, match=r"memory_efficiency is 1.5; it must be in \(0, 1\]"):
+        RooflineCost(CHIP, SHAPE, memory_efficiency=1.5)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 0; it must be an integer of at least 1"):
+        RooflineCost(CHIP, SHAPE, num_chips=0)
+    with pytest.raises(ValueError, match=r"memory_fraction is 2; it must be in \(0, 1\]"):
+        RooflineCost(CHIP, SHAPE).num_pages(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_token_s": -1}, "kv_token_s is -1; it must be a finite number of at least 0"),
+        ({"kv_token_s": None}, "kv_token_s is null; it must be a finite number"),
+        ({"speed": 1}, "speed is not a field; the fields of"),
+        ({"constant_s": 0, "decode_row_s": 0}, "constant_s is 0; it must be above 0, unless"),
+    ],
+)
+def test_bad_coefficients_name_field_and_rule(tmp_path, change, message):
+    path = tmp_path / "cost.json"
+    good = dict.fromkeys(("constant_s", "decode_row_s", "kv_token_s", "prefill_token_s", "prefill_attention_s"), 1e-3)
+    path.write_text(json.dumps(good))
+    assert LinearCost.from_file(path) == LinearCost(*[1e-3] * 5)
+    path.write_text(json.dumps(good | change))
+    with pytest.raises(ValueError) as raised:
+        LinearCost.from_file(path)
+    assert message in str(raised.value)
+
+
+def write_trace(path, num_requests=150, spoil=None):
+    """A trace of an engine that takes COST; `spoil(records)` changes it."""
+    document = {
+        "num_requests": num_requests,
+        "arrivals": {"kind": "poisson", "rate": 25.0},
+        "prompt": {"kind": "uniform", "low": 10, "high": 900},
+        "output": {"kind": "uniform", "low": 2, "high": 60},
+    }
+    config = SchedulerConfig(max_num_batched_tokens=256, prefill_chunk=200, num_pages=1024)
+    records = []
+    writer = TraceWriter(path, config=config)
+    Simulator(config, COST, parse_workload(document, "fit").source(), trace=records.append).run()
+    for record in spoil(records) if spoil else records:
+        writer(record)
+    writer.close()
+    return path
+
+
+def assert_recovered(cost, rel):
+    for name in LinearCost.__slots__:
+        assert getattr(cost, name) == pytest.approx(getattr(COST, name), rel=rel), name
+
+
+def test_the_fit_recovers_the_coefficients_behind_a_trace(tmp_path):
+    samples, durations = fit.trace_samples(write_trace(tmp_path / "trace.jsonl"))
+    assert len(durations) > 500
+    cost = fit.fit(samples, durations)
+    assert_recovered(cost, 1e-4)
+    assert fit.residuals(cost, samples, durations)["median_relative"] < 1e-6
+
+
+def test_a_few_slow_iterations_do_not_move_the_fit(tmp_path):
+    def spoil(records):
+        delay, rng = 0.0, random.Random(3)
+        for record in records:
+            record["now"] += delay
+            if rng.random() < 0.05:
+                delay += 0.5
+        return records
+
+    samples, durations = fit.trace_samples(write_trace(tmp_path / "trace.jsonl", spoil=spoil))
+    assert durations.max() > 0.4
+    assert_recovered(fit.fit(samples, durations), 0.02)
+
+
+def test_pauses_of_the_engine_are_not_durations(tmp_path):
+    path = write_trace(tmp_path / "trace.jsonl", num_requests=30)
+    spread = write_trace(tmp_path / "spread.jsonl", 30, spoil=lambda records: _with_pauses(records))
+    samples, durations = fit.trace_samples(spread)
+    plain_samples, plain_durations = fit.trace_samples(path)
+    assert durations.max() < 1.0
+    assert (samples == plain_samples).all()
+    assert durations == pytest.approx(plain_durations)
+
+
+def _with_pauses(records):
+    pause = 0.0
+    for record in records:
+        record["now"] += pause
+        if not record["active"] and not record["queue"]:
+            pause += 1000.0
+    assert pause > 0.0
+    return records
+
+
+def test_a_short_trace_is_refused(tmp_path):
+    path = write_trace(tmp_path / "trace.jsonl", spoil=lambda records: records[:10])
+    with pytest.raises(ValueError, match=r"9 iterations that were followed by another at once; a fit needs 20"):
+        fit.trace_samples(path)
+
+
+def test_the_tool_writes_what_simulate_reads(tmp_path):
+    trace, output = write_trace(tmp_path / "trace.jsonl"), tmp_path / "cost.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxserve.sim.fit", str(trace), f"--output={output}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "median_absolute_s" in done.stdout
+    assert_recovered(LinearCost.from_file(output), 1e-4)
+    assert json.loads(output.read_text())["fit"]["iterations"] > 500
+
+
+def test_the_tool_names_a_missing_argument():
+    venv = Path(sys.executable).parents[1]
+    done = subprocess.run(
+        [REPOSITORY / "tools" / "fit_cost_model"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"VENV": str(venv)},
+    )
+    assert done.returncode == 2
+    assert "tools/fit_cost_model TRACE --output=FILE" in done.stderr
