@@ -141,16 +141,16 @@ def test_a_server_is_asked_for_its_metrics(metrics_url: str, capsys: pytest.Capt
     assert "answers 404; it must answer 200" in refusal(capsys, f"--url={metrics_url}/elsewhere")
 
 
-def test_it_runs_without_jax_or_numpy(trace: Path) -> None:
+def test_it_runs_without_jax(trace: Path) -> None:
     script = (
         "import sys; from jaxserve.doctor import main\n"
         f"status = main(['prog', '--trace={trace}', '--json'])\n"
-        "print(status, 'jax' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
+        "print(status, 'jax' in sys.modules, file=sys.stderr)"
     )
     outputs = set()
     for seed in ("0", "1"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-        assert done.stderr == "0 False False\n"
+        assert done.stderr == "0 False\n"
         outputs.add(done.stdout)
     assert len(outputs) == 1
