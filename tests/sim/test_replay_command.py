@@ -117,7 +117,8 @@ def test_the_trace_of_a_simulation_replays(tmp_path: Path, capsys: pytest.Captur
     )
     settings = ["--max_num_seqs=8", "--num_pages=40", "--max_steps_ahead=1", "--enable_prefix_caching"]
     settings += ["--reservation=optimistic", "--preemption=recompute"]
-    simulate(["prog", f"--workload={workload}", f"--trace_file={trace}", *settings])
+    with pytest.raises(SystemExit, match="0"):
+        simulate(["prog", f"--workload={workload}", f"--trace_file={trace}", *settings])
     text = trace.read_text()
     assert '"preempted":["' in text and '"pages":[0' in text
     assert main(["prog", f"--trace={trace}", f"--output={output}"]) == 0
