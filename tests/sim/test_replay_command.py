@@ -111,11 +111,10 @@ def test_the_trace_of_a_simulation_replays(tmp_path: Path, capsys: pytest.Captur
     prompt = {"kind": "uniform", "low": 40, "high": 90}
     kind = {"name": "a", "share": 1.0, "prompt": prompt, "output": {"kind": "exponential", "mean": 20, "max": 60}}
     kind["shared_prefix"] = {"tokens": 32, "groups": 2}
-    arrivals = {"kind": "poisson", "rate": 0.3}
-    workload.write_text(
-        json.dumps({"name": "w", "num_requests": 60, "seed": 1, "arrivals": arrivals, "classes": [kind]})
-    )
-    settings = ["--max_num_seqs=8", "--num_pages=40", "--max_steps_ahead=1", "--enable_prefix_caching"]
+    arrivals = {"kind": "poisson", "rate": 1.0}
+    content = {"name": "w", "num_requests": 60, "seed": 1, "arrivals": arrivals, "classes": [kind]}
+    workload.write_text(json.dumps(content))
+    settings = ["--max_num_seqs=16", "--num_pages=14", "--max_steps_ahead=1", "--enable_prefix_caching"]
     settings += ["--reservation=optimistic", "--preemption=recompute"]
     with pytest.raises(SystemExit, match="0"):
         simulate(["prog", f"--workload={workload}", f"--trace_file={trace}", *settings])
