@@ -88,6 +88,7 @@ class EngineConfig(PolicyConfig):
       memory_fraction: share of the device's free memory that weights, workspace and KV may use.
       num_pages: KV pages; sized from memory when None.
       kv_cache_dtype: "auto" is `dtype`; there is no other yet.
+      enable_prefix_caching: on unless set.
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
       scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.
       compile_cache: folder of compiled programs; "" leaves jax's own setting; None: under the cache folder.
@@ -111,6 +112,7 @@ class EngineConfig(PolicyConfig):
     tensor_parallel_size: int = 1
     max_queue_requests: int = 256
     max_queue_tokens: int = 1 << 20
+    enable_prefix_caching: bool = True
     attention_implementation: str = "auto"
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None

@@ -1,6 +1,7 @@
 """Plain values shared by every layer: requests, sampling settings, errors. Standard library only."""
 
 from jaxserve.core.errors import (
+    REJECTION_REASONS,
     CheckpointError,
     EngineDeadError,
     JaxserveError,
@@ -12,11 +13,13 @@ from jaxserve.core.errors import (
     UnsupportedModelError,
 )
 from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxserve.core.request import FinishReason, Priority, Request
+from jaxserve.core.request import NO_TERMS, FinishReason, Priority, Request, Terms
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams, choice_seed
 
 __all__ = [
     "MAX_LOGPROBS",
+    "NO_TERMS",
+    "REJECTION_REASONS",
     "CheckpointError",
     "CompletionOutput",
     "EngineDeadError",
@@ -33,6 +36,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Terms",
     "UnsupportedModelError",
     "choice_seed",
 ]

@@ -15,14 +15,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+REJECTION_REASONS = (
+    "queue_full_requests",
+    "queue_full_tokens",
+    "queue_full_class_requests",
+    "queue_full_class_tokens",
+    "displaced",
+    "never_fits",
+    "duplicate_id",
+    "unknown_class",
+    "deadline",
+    "deadline_infeasible",
+    "draining",
+    "invalid",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
     """Why a request was refused.
 
     Attributes:
-      reason: one of `queue_full_requests`, `queue_full_tokens`, `never_fits`, `duplicate_id`,
-        `draining`, `deadline`.
+      reason: one of `REJECTION_REASONS`.
       message: for the client; names the limit and the value seen.
       retry_after_s: seconds after which a retry may succeed; None where a retry never can.
     """

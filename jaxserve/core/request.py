@@ -31,6 +31,29 @@ class Priority:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """What a client asks of the scheduler for a request.
+
+    Attributes:
+      priority: lower first; None: the service class's.
+      deadline_s: seconds after which it expires; None: the service class's.
+      service_class: name of a configured `ServiceClass`, or "" for none.
+      tenant: for fairness; tenants share no cached pages.
+      cache_salt: requests of a tenant share cached pages only with those of the same salt.
+    """
+
+    priority: int | None = None
+    deadline_s: float | None = None
+    service_class: str = ""
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+NO_TERMS = Terms()
+"""Nothing in particular."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and one completion (a client's n > 1 is n of these).
 

@@ -18,15 +18,16 @@ from absl import logging
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import (
+    NO_TERMS,
     EngineDeadError,
     FinishReason,
     JaxserveError,
     NotReadyError,
-    Priority,
     RejectedError,
     Rejection,
     RequestFailedError,
     SamplingParams,
+    Terms,
 )
 from jaxserve.engine.engine import Engine, Progress
 from jaxserve.engine.metrics import EngineMetrics
@@ -36,6 +37,11 @@ from jaxserve.engine.validation import make_requests
 from jaxserve.text import Tokenizer
 
 EngineFactory = Callable[[EngineConfig, Progress], Engine]
+
+
+_DISPLACED = Rejection(
+    "displaced", "a request of higher class took this one's place in the full queue; try again later", retry_after_s=1.0
+)
 
 
 class AsyncEngine:
@@ -118,8 +124,7 @@ class AsyncEngine:
         prompt_token_ids: list[int] | None = None,
         params: SamplingParams,
         request_id: str | None = None,
-        priority: int = Priority.NORMAL,
-        deadline_s: float | None = None,
+        terms: Terms = NO_TERMS,
     ) -> RequestStream:
         """Queues a request; call it on the event loop that will read the stream.
 
@@ -127,7 +132,7 @@ class AsyncEngine:
           prompt: text, tokenised here unless `prompt_token_ids` is given.
           params: `n` choices are queued all or none.
           request_id: unique among live ones; drawn when None.
-          deadline_s: seconds from now after which it expires.
+          terms: priority, deadline, service class, tenant and cache salt.
 
         Raises:
           ValueError: a setting does not fit the model, or the prompt or the number of choices never fits.
@@ -153,8 +158,9 @@ class AsyncEngine:
                 params,
                 engine.limits,
                 request_id=request_id,
-                priority=priority,
-                deadline_at=None if deadline_s is None else time.monotonic() + deadline_s,
+                terms=terms,
+                now=time.monotonic(),
+                service_classes=self.config.service_classes,
                 draw_seed=engine.draw_seed,
             )
         except ValueError:
@@ -243,7 +249,10 @@ class AsyncEngine:
 
     def _wait(self, engine: Engine) -> None:
         with self._work:
-            self._work.wait_for(lambda: self._stopping or engine.has_work, timeout=1.0)
+            if engine.has_work:  # nothing may run yet: a batch that is still filling
+                self._work.wait(timeout=0.001)
+            else:
+                self._work.wait_for(lambda: self._stopping or engine.has_work, timeout=1.0)
 
     def _die(self, error: BaseException) -> None:
         # A model or setting that does not fit is the operator's to mend: its message says how.
@@ -284,7 +293,9 @@ class AsyncEngine:
             live.pop(choice_id, None)
             if not live:
                 self._forget(stream)
-        if delta.finish_reason == FinishReason.ERROR:
+        if delta.finish_reason == FinishReason.DISPLACED:
+            stream.fail(RejectedError(_DISPLACED))
+        elif delta.finish_reason == FinishReason.ERROR:
             stream.fail(RequestFailedError(f"request {stream.request_id} failed inside the server; others go on"))
         stream.push(delta)
 

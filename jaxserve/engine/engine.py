@@ -155,6 +155,7 @@ class Engine:
         with self._lock:
             now = self._clock()
             rejection = self.scheduler.add(request, now)
+            self._deliver(self.scheduler.take_events(), None, now)
             if rejection is not None:
                 self.metrics.rejected(rejection.reason)
                 if rejection.reason == "never_fits":
@@ -179,6 +180,11 @@ class Engine:
         with self._lock:
             for request_id in list(self._states):
                 self.abort(request_id, reason)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached page."""
+        with self._lock:
+            self.scheduler.reset_prefix_cache(self._clock())
 
     def step(self) -> bool:
         """Runs one iteration.
@@ -231,6 +237,9 @@ class Engine:
             state = self._states[placement.request_id]
             if state.metrics.first_scheduled_at is None:
                 state.metrics.first_scheduled_at = now
+                state.num_cached_tokens = placement.num_cached_tokens
+                if self.config.enable_prefix_caching:
+                    self.metrics.looked_up(state.request.num_prompt_tokens, placement.num_cached_tokens)
                 self.metrics.queue_time(now - state.metrics.arrived_at)
 
     def _take_prompt_scores(self, plan: StepPlan, output: StepOutput) -> None:
@@ -267,7 +276,10 @@ class Engine:
         if event.finish_reason is None:
             self.scheduler.abort(event.request_id, now, reason)
         del self._states[event.request_id]
-        self.metrics.finished(state, reason)
+        if reason == FinishReason.DISPLACED:
+            self.metrics.rejected(reason)
+        else:
+            self.metrics.finished(state, reason)
 
     def _count(self, plan: StepPlan, output: StepOutput, events: list[TokenEvent]) -> None:
         stats = self.stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxserve.config import EngineConfig
-from jaxserve.core import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.core import NO_TERMS, CompletionOutput, RequestOutput, SamplingParams, Terms
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import append_delta
@@ -50,6 +51,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        terms: Terms | Sequence[Terms] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes prompts, in their order.
@@ -57,13 +59,15 @@ class LLM:
         Args:
           prompts: text or token ids, one or several.
           params: one for all or one each.
+          terms: what is asked of the scheduler (priority, service class, ...), one for all or one each.
           use_tqdm: show a progress bar on stderr (the name is vLLM's).
 
         Raises:
           ValueError: a prompt or setting is bad; nothing has run then.
         """
         listed = _as_list(prompts)
-        each = _params_for(listed, params)
+        each = _one_each("sampling settings", listed, params, SamplingParams())
+        terms_of_each = _one_each("terms", listed, terms, NO_TERMS)
         outputs = [self._output(str(i), p, s) for i, (p, s) in enumerate(zip(listed, each, strict=True))]
         requests = [
             make_requests(
@@ -71,9 +75,12 @@ class LLM:
                 s,
                 self.engine.limits,
                 request_id=output.request_id,
+                terms=t,
+                now=time.monotonic(),
+                service_classes=self.engine.config.service_classes,
                 draw_seed=self.engine.draw_seed,
             )
-            for output, s in zip(outputs, each, strict=True)
+            for output, s, t in zip(outputs, each, terms_of_each, strict=True)
         ]
         with _bar(use_tqdm) as bar:
             task = bar.add_task("generate", total=len(outputs), rate=0.0)
@@ -132,6 +139,8 @@ class _Tracker:
         self._tokens += len(delta.token_ids)
         if delta.finish_reason is None:
             return
+        if delta.index == 0:
+            output.num_cached_tokens = delta.num_cached_tokens
         self.left[output.request_id] -= 1
         if self.left[output.request_id] == 0:
             elapsed = self._bar.tasks[self._task].elapsed or 1e-9
@@ -157,13 +166,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _params_for(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(
-            f"there are {len(prompts)} prompts and {len(params)} sampling settings; give one for all or one each"
-        )
-    return list(params)
+def _one_each[T](what: str, prompts: list[Prompt], given: T | Sequence[T] | None, default: T) -> list[T]:
+    """`given`, or the default, once per prompt."""
+    if given is None or isinstance(given, type(default)):
+        return [default if given is None else given] * len(prompts)
+    listed: list[T] = list(given)  # type: ignore[arg-type]
+    if len(listed) != len(prompts):
+        raise ValueError(f"there are {len(prompts)} prompts and {len(listed)} {what}; give one for all or one each")
+    return listed

@@ -8,21 +8,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jaxserve.core import FinishReason
+from jaxserve.core import REJECTION_REASONS, FinishReason
 from jaxserve.engine.output_processor import RequestState
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-REJECT_REASONS = (
-    "queue_full_requests",
-    "queue_full_tokens",
-    "never_fits",
-    "duplicate_id",
-    "draining",
-    "deadline",
-    "invalid",
-)
 
 
 class EngineMetrics:
@@ -41,6 +32,8 @@ class EngineMetrics:
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is 100 percent.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that produced a first token.")
         self._generation_tokens = counter("generation_tokens", "Sampled tokens.")
+        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = counter("num_preemptions", "Requests that gave up their slot.")
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", _LATENCY)
         self._itl = histogram("inter_token_latency_seconds", "Gap between successive tokens of a request.", _ITL)
@@ -65,7 +58,7 @@ class EngineMetrics:
         self._counted_compiles = 0
         for reason in FinishReason:
             self._success.labels(**self._labels, finished_reason=reason.value)
-        for reason in REJECT_REASONS:
+        for reason in REJECTION_REASONS:
             self._rejected.labels(**self._labels, reason=reason)
 
     def load(self, *, running: int, waiting: int, kv_usage: float) -> None:
@@ -77,6 +70,11 @@ class EngineMetrics:
     def queue_time(self, seconds: float) -> None:
         """A request was scheduled for the first time."""
         self._queue.observe(max(seconds, 0.0))
+
+    def looked_up(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt of `num_tokens` was looked up in the prefix cache."""
+        self._cache_queries.inc(num_tokens)
+        self._cache_hits.inc(num_cached)
 
     def token(self, state: RequestState, now: float) -> None:
         """A token is about to be delivered to `state`."""

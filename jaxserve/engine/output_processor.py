@@ -24,6 +24,7 @@ class OutputDelta:
       stop_reason: the stop string or stop id that ended it; None for EOS.
       prompt_logprobs: on choice 0's first delta, when asked; entry 0 is None.
       metrics: instants of the request, on the last delta.
+      num_cached_tokens: prompt tokens found in the prefix cache, on the last delta.
     """
 
     index: int
@@ -34,6 +35,7 @@ class OutputDelta:
     stop_reason: str | int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
 
     def merge(self, later: OutputDelta) -> None:
         """Appends `later`, which follows this one."""
@@ -44,6 +46,7 @@ class OutputDelta:
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.metrics = later.metrics
+        self.num_cached_tokens = later.num_cached_tokens
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
 
@@ -72,6 +75,7 @@ class RequestState:
         self.metrics = RequestMetrics(arrived_at=now)
         self.last_token_at: float | None = None
         self.num_output_tokens = 0
+        self.num_cached_tokens = 0
         self._sink = sink
         self._tokenizer = tokenizer
         params = request.params
@@ -120,6 +124,7 @@ class RequestState:
                 delta.text += self._rest(delta)
             self.metrics.finished_at = now
             delta.metrics = self.metrics
+            delta.num_cached_tokens = self.num_cached_tokens
         self._sink(delta)
         return stopped
 

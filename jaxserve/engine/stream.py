@@ -45,6 +45,8 @@ class RequestStream:
         self._pending: dict[int, OutputDelta] = {}
         self._open = n
         self._error: BaseException | None = None
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache by choice 0; known at its end."""
 
     def push(self, delta: OutputDelta) -> None:
         """Adds a delta, unless the stream has failed; from any thread."""
@@ -73,7 +75,7 @@ class RequestStream:
         """Yields deltas until every choice ended.
 
         Raises:
-          EngineDeadError, RequestFailedError: what `fail` was given.
+          EngineDeadError, RequestFailedError, RejectedError: what `fail` was given.
         """
         while self._open:
             await self._wake.wait()
@@ -85,6 +87,8 @@ class RequestStream:
             for delta in deltas.values():
                 if delta.finish_reason is not None:
                     self._open -= 1
+                    if delta.index == 0:
+                        self.num_cached_tokens = delta.num_cached_tokens
                 yield delta
             if error is not None and self._open:
                 raise error
@@ -96,7 +100,14 @@ class RequestStream:
         async for delta in self:
             prompt_logprobs = delta.prompt_logprobs or prompt_logprobs
             append_delta(outputs[delta.index], delta)
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, prompt_logprobs)
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
     def _signal(self) -> None:
         if not self._signalled:

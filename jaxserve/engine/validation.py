@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxserve.core import Priority, Request, SamplingParams, choice_seed
+from jaxserve.config import ServiceClass
+from jaxserve.core import NO_TERMS, Priority, Request, SamplingParams, Terms, choice_seed
+
+_NO_CLASS = ServiceClass("none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +45,22 @@ def make_requests(
     limits: ModelLimits,
     *,
     request_id: str,
-    priority: int = Priority.NORMAL,
-    deadline_at: float | None = None,
+    terms: Terms = NO_TERMS,
+    now: float = 0.0,
+    service_classes: Sequence[ServiceClass] = (),
     draw_seed: Callable[[], int],
 ) -> list[Request]:
     """`params.n` requests for one prompt; a lone one keeps `request_id`, others get `request_id#i`.
 
     Args:
+      terms: what is asked of the scheduler; a service class fills in what they leave open.
+      now: instant its deadline counts from.
+      service_classes: those configured.
       draw_seed: gives 64 bits for a request without a seed.
 
     Raises:
       ValueError: the prompt is empty or too long, an id is not in the vocabulary, prompt and
-        `max_tokens` exceed the context together, or `priority` is out of range.
+        `max_tokens` exceed the context together, a class is not configured, or `priority` is out of range.
     """
     if not prompt_token_ids:
         raise ValueError("prompt has no tokens; it must have at least 1")
@@ -64,6 +71,9 @@ def make_requests(
     check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", list(params.logit_bias), limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    service_class = _service_class(terms.service_class, service_classes)
+    priority = service_class.priority if terms.priority is None else terms.priority
+    deadline_s = service_class.deadline_s if terms.deadline_s is None else terms.deadline_s
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise ValueError(f"priority must be an integer; got {priority!r}")
     if not Priority.MIN <= priority <= Priority.MAX:
@@ -78,10 +88,24 @@ def make_requests(
             max_tokens=max_tokens,
             seed=choice_seed(seed, index),
             priority=priority,
-            deadline_at=deadline_at,
+            deadline_at=None if deadline_s is None else now + deadline_s,
+            tenant=terms.tenant,
+            service_class=terms.service_class,
+            cache_salt=terms.cache_salt,
         )
         for index in range(params.n)
     ]
+
+
+def _service_class(name: str, configured: Sequence[ServiceClass]) -> ServiceClass:
+    """The class of that name; "" is one without limits and defaults."""
+    if not name:
+        return _NO_CLASS
+    for service_class in configured:
+        if service_class.name == name:
+            return service_class
+    names = ", ".join(each.name for each in configured) or "none is configured (service_classes)"
+    raise ValueError(f"service_class is {name[:50]!r}; it must be one of: {names}")
 
 
 def _granted_tokens(length: int, max_tokens: int | None, max_model_len: int) -> int:

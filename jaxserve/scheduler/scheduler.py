@@ -139,6 +139,12 @@ class Scheduler(SchedulerState):
         self._end_early(sequence, FinishReason(reason), now)
         return True
 
+    def reset_prefix_cache(self, now: float) -> None:
+        """Forgets what every page holds: nothing that ran before is shared with what comes."""
+        self._pages.drop_cache()
+        if self._trace:
+            self._trace.cache_reset(now)
+
     def take_events(self) -> list[TokenEvent]:
         """Ends since the last call that happened outside `update`: aborts and expiries, in order."""
         events, self._events = self._events, []
@@ -339,7 +345,8 @@ class Scheduler(SchedulerState):
         placements, pages = [], []
         for slot, sequence in self._unplaced.items():
             outputs = len(sequence.output_token_ids)
-            placements.append(Placement(sequence.request_id, slot, outputs, sequence.last_token_id))
+            cached = sequence.num_cached_tokens
+            placements.append(Placement(sequence.request_id, slot, outputs, sequence.last_token_id, cached))
             if sequence.pages:
                 pages.append(PageUpdate(slot, 0, tuple(sequence.pages)))
         self._unplaced = {}

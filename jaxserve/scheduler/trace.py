@@ -118,6 +118,10 @@ class TraceRecorder:
             **sharing,
         )
 
+    def cache_reset(self, now: float) -> None:
+        """The prefix cache was emptied."""
+        self._event("reset_prefix_cache", "", now)
+
     def ended(self, sequence: Sequence, now: float, *, early: bool) -> None:
         """A live request ended; `early`: by its deadline or by a call of `abort`, not by a token."""
         reason = sequence.finish_reason

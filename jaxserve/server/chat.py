@@ -32,7 +32,7 @@ async def create_chat_completion(service: GenerationService, request: Request, b
     logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
     params = spec.sampling_params(max_tokens=spec.max_tokens, logprobs=logprobs)
     request_id = spec.request_id or new_request_id("chatcmpl")
-    streams = service.submit([prompt], lambda _: params, request_id, spec.priority_value, spec.deadline_s)
+    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(request.headers))
     answer = _Answer(service, spec, request_id, streams[0])
     headers = {"X-Request-Id": request_id}
     if spec.stream:
@@ -120,7 +120,9 @@ class _Answer:
             yield error_event(stream_error(exc, self._engine.state))
             return
         if spec.include_usage:
-            yield writer.usage_chunk(usage(len(self._stream.prompt_token_ids), num_tokens))
+            yield writer.usage_chunk(
+                usage(len(self._stream.prompt_token_ids), num_tokens, self._stream.num_cached_tokens)
+            )
         yield DONE
 
 

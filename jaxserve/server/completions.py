@@ -49,7 +49,7 @@ async def create_completion(service: GenerationService, request: Request, body: 
         return spec.sampling_params(**overrides)
 
     request_id = spec.request_id or new_request_id("cmpl")
-    streams = service.submit(prompts, params_of, request_id, spec.priority_value, spec.deadline_s)
+    streams = service.submit(prompts, params_of, request_id, spec.terms(request.headers))
     answer = _Answer(service, spec, request_id, echoes, streams)
     headers = {"X-Request-Id": request_id}
     if spec.stream:
@@ -175,7 +175,8 @@ class _Answer:
             yield error_event(stream_error(exc, self._engine.state))
             return
         if spec.include_usage:
-            yield writer.usage_chunk(usage(self._num_prompt_tokens, num_tokens))
+            cached = sum(stream.num_cached_tokens for stream in self._streams)
+            yield writer.usage_chunk(usage(self._num_prompt_tokens, num_tokens, cached))
         yield DONE
 
     async def _in_echo_order(self) -> AsyncIterator[tuple[int, Delta]]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from jaxserve.core import Logprob, RequestOutput, SamplingParams
+from jaxserve.core import NO_TERMS, Logprob, RequestOutput, SamplingParams, Terms
 
 TokenLogprobs = dict[int, Logprob]
 """Of one position: the chosen token and the alternatives asked for."""
@@ -67,6 +67,11 @@ class StreamApi(Protocol):
     def request_id(self) -> str: ...
     @property
     def prompt_token_ids(self) -> list[int]: ...
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompt, found in the prefix cache; known at the end."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[Delta]: ...
     def cancel(self) -> None: ...
     async def collect(self) -> RequestOutput: ...
@@ -110,8 +115,7 @@ class EngineApi(Protocol):
         prompt_token_ids: list[int] | None = None,
         params: SamplingParams,
         request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        terms: Terms = NO_TERMS,
     ) -> StreamApi: ...
     def abort(self, request_id: str) -> bool: ...
     async def drain(self, grace_s: float) -> bool: ...

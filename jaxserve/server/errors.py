@@ -60,6 +60,11 @@ KINDS = {
 _REJECTIONS = {
     "queue_full_requests": "overloaded",
     "queue_full_tokens": "overloaded",
+    "queue_full_class_requests": "overloaded",
+    "queue_full_class_tokens": "overloaded",
+    "displaced": "overloaded",
+    "deadline_infeasible": "overloaded",
+    "unknown_class": "invalid",
     "never_fits": "invalid",
     "duplicate_id": "conflict",
     "draining": "unavailable",

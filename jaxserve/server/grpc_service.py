@@ -15,14 +15,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxserve.core import SamplingParams
+from jaxserve.core import SamplingParams, Terms
 from jaxserve.server.auth import check_authorization
 from jaxserve.server.errors import ApiError, stream_error, unfinished_error
 from jaxserve.server.grpc_convert import chat_messages, delta_response, error_metadata, prompt_scores, sampling_params
 from jaxserve.server.http_app import package_version
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
-from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, check_request_id
+from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, check_name, check_request_id
 from jaxserve.server.service import GenerationService, new_request_id
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -52,20 +52,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
             check_request_id(request_id)
             prompt = await self._prompt(request)
-            responses = self._stream(request_id, prompt, params, request.priority, context)
+            responses = self._stream(request_id, prompt, params, _terms(request, context), context)
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     yield response
 
     async def _stream(
-        self, request_id: str, prompt: list[int], params: SamplingParams, priority: int, context: Context
+        self, request_id: str, prompt: list[int], params: SamplingParams, terms: Terms, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        deadline_s = context.time_remaining()
-        if deadline_s is not None and deadline_s <= 0:
+        if terms.deadline_s is not None and terms.deadline_s <= 0:
             raise ApiError("expired", "the call's deadline has passed", code="deadline_exceeded")
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._service.check_tokenizer()
-        (stream,) = self._service.submit([prompt], lambda _: params, request_id, priority, deadline_s)
+        (stream,) = self._service.submit([prompt], lambda _: params, request_id, terms)
         # A call that ends while a message is being written never resumes this generator.
         context.add_done_callback(lambda _: stream.cancel())
         info: pb.PromptInfo | None = pb.PromptInfo(request_id=request_id, token_ids=prompt)
@@ -85,7 +84,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 num_tokens += len(delta.token_ids)
                 num_finished += delta.finish_reason is not None
                 if num_finished == params.n:
-                    response.usage.CopyFrom(pb.Usage(prompt_tokens=len(prompt), completion_tokens=num_tokens))
+                    response.usage.CopyFrom(
+                        pb.Usage(
+                            prompt_tokens=len(prompt),
+                            completion_tokens=num_tokens,
+                            cached_tokens=stream.num_cached_tokens,
+                        )
+                    )
                 yield response
         finally:
             stream.cancel()
@@ -225,3 +230,16 @@ class GrpcServer:
             for name in ("", SERVICE_NAME):
                 await self._health.set(name, now)
             await asyncio.sleep(HEALTH_PERIOD_S)
+
+
+def _terms(request: pb.GenerateRequest, context: Context) -> Terms:
+    """What the call asks of the scheduler; its deadline is the request's."""
+    for name in ("service_class", "tenant", "cache_salt"):
+        check_name(name, getattr(request, name))
+    return Terms(
+        priority=request.priority if request.HasField("priority") else None,
+        deadline_s=context.time_remaining(),
+        service_class=request.service_class,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+    )

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
-from jaxserve.core import SamplingParams
+from jaxserve.core import SamplingParams, Terms
 from jaxserve.core.request import Priority
 from jaxserve.core.sampling_params import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from jaxserve.server.errors import ApiError
@@ -38,6 +38,8 @@ MAX_ITEMS = {
 NO_SPECIAL_TOKENS_IN_CHAT = (
     "add_special_tokens is not supported for chat, whose template writes the special tokens; leave it out"
 )
+MAX_NAME_CHARS = 256
+"""Longest service class, tenant or cache salt."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -88,7 +90,8 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """Fields that completions and chat share.
 
-    `priority` is checked always, and takes effect only where the engine runs with `--priority_preemption`.
+    Service class and tenant may also be named in the headers `X-Service-Class` and `X-Tenant`; the body wins.
+    `priority` orders the queue under `--policy=priority` and preempts under `--priority_preemption`.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -119,6 +122,9 @@ class GenerationRequest(BaseModel):
     request_id: str | None = None
     priority: int | str | None = None
     deadline_s: float | None = None
+    service_class: str | None = None
+    tenant: str | None = None
+    cache_salt: str | None = None
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
@@ -145,6 +151,8 @@ class GenerationRequest(BaseModel):
             check_request_id(self.request_id)
         if self.deadline_s is not None and not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):
             raise _field_error("deadline_s", f"deadline_s is {self.deadline_s:g}; it must be above 0 seconds")
+        for name in ("service_class", "tenant", "cache_salt"):
+            check_name(name, getattr(self, name) or "")
 
     @property
     def include_usage(self) -> bool:
@@ -156,10 +164,19 @@ class GenerationRequest(BaseModel):
         """Completions per prompt."""
         return 1 if self.n is None else self.n
 
-    @property
-    def priority_value(self) -> int:
-        """The priority as the scheduler's integer."""
-        return parse_priority(self.priority)
+    def terms(self, headers: Mapping[str, str]) -> Terms:
+        """What is asked of the scheduler, by the body or else by headers."""
+        service_class = self.service_class or headers.get("x-service-class", "")
+        tenant = self.tenant or headers.get("x-tenant", "")
+        check_name("service_class", service_class)
+        check_name("tenant", tenant)
+        return Terms(
+            priority=None if self.priority is None else parse_priority(self.priority),
+            deadline_s=self.deadline_s,
+            service_class=service_class,
+            tenant=tenant,
+            cache_salt=self.cache_salt or "",
+        )
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
         """The sampling settings; null fields take `SamplingParams`' defaults.
@@ -300,10 +317,14 @@ def check_request_id(request_id: str) -> None:
         raise _field_error("request_id", "request_id must have 1 to 128 printable ASCII characters, no blanks")
 
 
-def parse_priority(value: int | str | None) -> int:
+def check_name(field: str, value: str) -> None:
+    """Raises ApiError 400 for a name that is too long; an empty one is none."""
+    if len(value) > MAX_NAME_CHARS:
+        raise _field_error(field, f"{field} has {len(value)} characters; the limit is {MAX_NAME_CHARS}")
+
+
+def parse_priority(value: int | str) -> int:
     """A priority from a number (lower first) or one of the names high, normal, low."""
-    if value is None:
-        return Priority.NORMAL
     if isinstance(value, str):
         if value not in Priority.NAMES:
             raise _field_error("priority", f"priority is {value[:50]!r}; it must be high, normal, low or an integer")

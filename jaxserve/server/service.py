@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxserve.core import SamplingParams
+from jaxserve.core import NO_TERMS, SamplingParams, Terms
 from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 
@@ -159,8 +159,7 @@ class GenerationService:
         prompts: Sequence[list[int]],
         params_of: Callable[[int], SamplingParams],
         request_id: str,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        terms: Terms = NO_TERMS,
     ) -> list[StreamApi]:
         """One stream per prompt; when one is refused the earlier ones are cancelled.
 
@@ -190,8 +189,7 @@ class GenerationService:
                         prompt_token_ids=ids,
                         params=params[index],
                         request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
-                        priority=priority,
-                        deadline_s=deadline_s,
+                        terms=terms,
                     )
                 )
         except BaseException:

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.core import EngineDeadError, NotReadyError, RejectedError, RequestFailedError, SamplingParams
+from jaxserve.core import EngineDeadError, NotReadyError, RejectedError, RequestFailedError, SamplingParams, Terms
 from jaxserve.engine import AsyncEngine, Engine
 from tests.engine.conftest import greedy
 
@@ -153,7 +153,7 @@ def test_choices_are_queued_all_or_none(engine):
 
 def test_a_deadline_ends_the_request_as_expired(engine):
     async def main():
-        output = await engine.submit(prompt_token_ids=[1], params=greedy(120), deadline_s=0.01).collect()
+        output = await engine.submit(prompt_token_ids=[1], params=greedy(120), terms=Terms(deadline_s=0.01)).collect()
         assert output.outputs[0].finish_reason == "expired"
         assert len(output.outputs[0].token_ids) < 120
         await wait_for(lambda: idle(engine), 5)

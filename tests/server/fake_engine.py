@@ -14,6 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge
 
 from jaxserve.core import (
+    NO_TERMS,
     CompletionOutput,
     EngineDeadError,
     Logprob,
@@ -23,6 +24,7 @@ from jaxserve.core import (
     RequestFailedError,
     RequestOutput,
     SamplingParams,
+    Terms,
 )
 
 VOCAB_SIZE = 257
@@ -97,6 +99,8 @@ class FakeStream:
             self._engine.num_cancelled += 1
         self._engine.metrics.running.set(len(self._engine.live))
         self.cancelled.set()
+
+    num_cached_tokens = 0
 
     async def __aiter__(self) -> AsyncIterator[FakeDelta]:
         max_tokens = 64 if self._params.max_tokens is None else self._params.max_tokens
@@ -186,8 +190,7 @@ class FakeEngine:
         prompt_token_ids: list[int] | None = None,
         params: SamplingParams,
         request_id: str | None = None,
-        priority: int = 0,
-        deadline_s: float | None = None,
+        terms: Terms = NO_TERMS,
     ) -> FakeStream:
         assert prompt_token_ids is not None and request_id is not None, "the fronts tokenise and name requests"
         if self.state == "dead":
@@ -198,7 +201,7 @@ class FakeEngine:
             raise RejectedError(Rejection("queue_full_requests", "the queue has 100 requests", 2.5))
         if request_id in self.live:
             raise RejectedError(Rejection("duplicate_id", f"request_id {request_id!r} is live"))
-        self.submitted.append({"params": params, "priority": priority, "deadline_s": deadline_s})
+        self.submitted.append({"params": params, "terms": terms})
         stream = FakeStream(self, request_id, prompt_token_ids, params)
         self.live[request_id] = stream
         self.metrics.running.set(len(self.live))

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jaxserve.core import EngineDeadError
+from jaxserve.core import EngineDeadError, Terms
 from tests.server.running import error_of, events_of, until
 
 BODIES = {
@@ -85,7 +85,7 @@ def test_a_deadline_and_a_priority_reach_the_engine(fake_server, fake_client):
     body = {"prompt": "a", "deadline_s": 2.5, "priority": "high", "max_tokens": 1}
     assert fake_client.post("/v1/completions", json=body).status_code == 200
     submitted = fake_server.engine.submitted[-1]
-    assert submitted["deadline_s"] == 2.5 and submitted["priority"] == -10
+    assert submitted["terms"] == Terms(priority=-10, deadline_s=2.5)
 
 
 def test_a_deadline_that_passes_in_the_queue_is_a_504(server, client):
