@@ -23,7 +23,8 @@ Between iterations events may pile up: on an idle engine, or one that refuses ma
 them, and at a flush, comes a record of `kind` "events": `events`, `in_flight` and the lists of ids that
 ended or were rejected since the record before, and nothing of a plan. An iteration's record has no `kind`.
 
-An event has `kind` ("add", "abort", "expire"), `id`, `now` and `step`, the pair (plans made, plans
+An event has `kind` ("add", "abort", "expire", "reset_prefix_cache"; the last has an empty `id`), `id`,
+`now` and `step`, the pair (plans made, plans
 updated) when it came: with steps in flight this places it exactly. An "add" also has `prompt`
 (tokens), `max_tokens`, `priority`, `tenant`, `service_class`, `deadline_at` and `outcome`: "slot", "queue"
 or the rejection's reason. An "abort" has `reason`; one with reason "displaced" is the work of the "add"
@@ -38,9 +39,10 @@ Calls in their order
 --------------------
 Plan k was made at its record's `now`, which `in_flight` of records before may already tell; it was made
 before whatever has a `step` of more than k plans, and before the update whose record counts it in flight.
-An "expire" happened when `schedule` began, whether or not that call made a plan; a call without a plan
-and without expiries changed nothing. In an iteration's `completed` the ids aborted with reason "stop"
-come first, in the order of their events; the others ended in the update itself.
+An "expire" happened when `schedule` began, whether or not that call made a plan. A call without a plan and
+without expiries changed nothing, unless it took slots from requests that lack pages (`preempted_next`).
+In an iteration's `completed` the ids aborted with reason "stop" come first, in the order of their events;
+the others ended in the update itself.
 """
 
 from __future__ import annotations

@@ -76,6 +76,11 @@ class ExpireEvent(TraceEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class ResetEvent(TraceEvent):
+    """The prefix cache was emptied; it has no request."""
+
+
+@dataclass(frozen=True, slots=True)
 class EventsRecord:
     """What came in since the record before.
 
@@ -262,4 +267,6 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
             return AbortEvent(*place, FinishReason(event.data["reason"]))
         case "expire":
             return ExpireEvent(*place)
-    event.wrong("kind", "add, abort or expire")
+        case "reset_prefix_cache":
+            return ResetEvent(*place)
+    event.wrong("kind", "add, abort, expire or reset_prefix_cache")

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.scheduler.trace_reader import AddEvent, EventsRecord, IterationRecord
+from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, EventsRecord, ExpireEvent, IterationRecord
 
 TOKEN, STOP = 0, 1
 _FIRST = 2
@@ -54,9 +54,9 @@ class DummyTokens:
         live: dict[str, list[int]] = {}
         for record in records:
             for event in record.events:
-                if not isinstance(event, AddEvent):
+                if isinstance(event, AbortEvent | ExpireEvent):
                     live.pop(event.request_id, []).extend(event.pages)
-                elif event.accepted:
+                elif isinstance(event, AddEvent) and event.accepted:
                     live[event.request_id] = list(event.pages)
                     self._to_come.append(live[event.request_id])
             if isinstance(record, IterationRecord):

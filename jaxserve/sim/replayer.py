@@ -28,6 +28,7 @@ from jaxserve.scheduler.trace_reader import (
     EventsRecord,
     ExpireEvent,
     IterationRecord,
+    ResetEvent,
     TraceEvent,
     TraceReader,
 )
@@ -177,6 +178,8 @@ class Replayer:
             case AbortEvent() if event.reason is not FinishReason.DISPLACED:
                 self._scheduler.abort(event.request_id, event.now, event.reason)
                 self._scheduler.take_events()
+            case ResetEvent():
+                self._scheduler.reset_prefix_cache(event.now)
             case ExpireEvent():
                 # One call of `schedule` may expire several and make a plan too.
                 if not self._expired:

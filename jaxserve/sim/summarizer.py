@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason
-from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, EventsRecord, IterationRecord, TraceReader
+from jaxserve.scheduler.trace_reader import (
+    AbortEvent,
+    AddEvent,
+    EventsRecord,
+    ExpireEvent,
+    IterationRecord,
+    TraceReader,
+)
 from jaxserve.sim.iteration_cost import CostFit, IterationCost
 from jaxserve.sim.iteration_spans import Span, Spans
 from jaxserve.sim.spread import Spread, spread_of
@@ -125,11 +132,12 @@ class Summarizer:
         """Arrivals and early ends; ids may be reused, so in order."""
         sums = self._sums
         for event in record.events:
-            if not isinstance(event, AddEvent):
+            if isinstance(event, AbortEvent | ExpireEvent):
                 reason = event.reason if isinstance(event, AbortEvent) else FinishReason.EXPIRED
                 self._leave(event.request_id, completed_at=event.now if reason is FinishReason.STOP else None)
                 if reason is FinishReason.DISPLACED:
                     self._reject(str(reason))
+            if not isinstance(event, AddEvent):
                 continue
             sums.offered += 1
             if event.accepted:

@@ -109,7 +109,11 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
         (2, lambda r: r["events"].append(5), "FILE line 2 event 4 is 5; it must be an object"),
         (2, lambda r: r["events"][0].update(prompt=0), "FILE line 2 event 0: prompt is 0; it must be an integer of at"),
         (2, lambda r: r["events"][0].update(tenant=None), "tenant is null; it must be a text"),
-        (2, lambda r: r["events"][1].update(kind="?"), 'kind is "?"; it must be add, abort or expire'),
+        (
+            2,
+            lambda r: r["events"][1].update(kind="?"),
+            'kind is "?"; it must be add, abort, expire or reset_',
+        ),
         (2, lambda r: r["events"][2].update(reason="?"), 'reason is "?"; it must be one of stop, length, abort'),
         (2, lambda r: r["events"][3].update(step=[3, 0]), "step is [3, 0]; it must be [0 to 2, 0]"),
         (2, lambda r: r["events"][3].update(step=[1]), "step is [1]; it must be a pair of counts"),

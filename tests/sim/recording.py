@@ -78,8 +78,11 @@ def random_run(seed: int, lag: int, moves: int = 60, *, sharing: bool = False) -
     def jump() -> None:
         harness.now += draw.choice([0.1, 2.0, 20.0])
 
-    possible: list[Callable[[], Any]] = [add, abort, jump, harness.step, harness.scheduler.flush_trace]
-    for move in draw.choices(possible, [8, 2, 1, 8, 1], k=moves):
+    def reset() -> None:
+        harness.scheduler.reset_prefix_cache(harness.now)
+
+    possible: list[Callable[[], Any]] = [add, abort, jump, harness.step, harness.scheduler.flush_trace, reset]
+    for move in draw.choices(possible, [16, 4, 2, 16, 2, 1], k=moves):
         move()
     if draw.random() < 0.7:
         harness.run()
