@@ -23,12 +23,11 @@ Between iterations events may pile up: on an idle engine, or one that refuses ma
 them, and at a flush, comes a record of `kind` "events": `events`, `in_flight` and the lists of ids that
 ended or were rejected since the record before, and nothing of a plan. An iteration's record has no `kind`.
 
-An event has `kind` ("add", "abort", "expire", "reset_prefix_cache"; the last has an empty `id`), `id`,
-`now` and `step`, the pair (plans made, plans
-updated) when it came: with steps in flight this places it exactly. An "add" also has `prompt`
-(tokens), `max_tokens`, `priority`, `tenant`, `service_class`, `deadline_at` and `outcome`: "slot", "queue"
-or the rejection's reason. An "abort" has `reason`; one with reason "displaced" is the work of the "add"
-that follows it, not a call of its own.
+An event has `kind` ("add", "abort", "expire", "reset_prefix_cache"), `id` (empty for a reset), `now` and
+`step`, the pair (plans made, plans updated) when it came: with steps in flight this places it exactly. An
+"add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`, `deadline_at` and
+`outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one with reason "displaced"
+is the work of the "add" that follows it, not a call of its own.
 
 With a prefix cache three keys more say which pages are alike, by numbers (`page_ordinals`): `pages` of an
 "add", the numbers of its prompt's full pages; `named` of an iteration, [id, numbers] pairs, and of an event

@@ -69,7 +69,7 @@ def test_page_numbers_that_were_forgotten_are_not_missed(
     assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
 
 
-@pytest.mark.parametrize("seed", [65, 643, 931])
+@pytest.mark.parametrize("seed", [65, 263])
 def test_calls_that_gave_no_plan_and_took_slots_for_want_of_pages_are_repeated(tmp_path: Path, seed: int) -> None:
     harness = random_run(seed, seed % 4)
     assert harness.config.reservation in GROWING_RESERVATIONS and harness.config.max_steps_ahead
