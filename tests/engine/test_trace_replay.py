@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import FinishReason, RejectedError, SamplingParams
+from jaxserve.core.request import Terms
 from jaxserve.engine import AsyncEngine
 from jaxserve.scheduler import TraceWriter
 from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, ExpireEvent, IterationRecord, TraceReader
@@ -89,8 +90,9 @@ def served(tiny_model_dir, tmp_path):
 def test_a_servers_run_with_aborts_deadlines_refusals_and_preemption_replays(served):
     engine, path = served
 
-    def submit(name, prompt, max_tokens, **settings):
-        return engine.submit(prompt_token_ids=[5] * prompt, params=greedy(max_tokens), request_id=name, **settings)
+    def submit(name, prompt, max_tokens, **terms):
+        prompt_token_ids, params = [5] * prompt, greedy(max_tokens)
+        return engine.submit(prompt_token_ids=prompt_token_ids, params=params, request_id=name, terms=Terms(**terms))
 
     async def drive():
         engine.engine.gate.clear()  # all of this comes before the first step, or while one runs
