@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from absl.flags import ArgumentParser, BooleanParser
@@ -81,14 +82,13 @@ def _engine(heading: str, *flags: tuple[str, ArgumentParser[Any], str]) -> list[
     ]
 
 
-def _server(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
-    return [Flag(name, heading, parser, text, default, frozenset({"server"})) for name, parser, default, text in flags]
+def _of(command: str, heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
+    return [Flag(name, heading, parser, text, default, frozenset({command})) for name, parser, default, text in flags]
 
 
-def _simulate(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
-    return [
-        Flag(name, heading, parser, text, default, frozenset({"simulate"})) for name, parser, default, text in flags
-    ]
+_server, _bench = partial(_of, "server"), partial(_of, "bench")
+_replay, _doctor, _simulate = partial(_of, "replay"), partial(_of, "doctor"), partial(_of, "simulate")
+_QUIET = ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged")
 
 
 def _scheduler_only(*flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
@@ -96,10 +96,6 @@ def _scheduler_only(*flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
     defaults = {field.name: field.default for field in fields(SchedulerConfig) if field.name not in _DEFAULTS}
     heading = "Scheduling beyond the server's flags"
     return _simulate(heading, *((name, parser, defaults[name], text) for name, parser, text in flags))
-
-
-def _bench(heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
-    return [Flag(name, heading, parser, text, default, frozenset({"bench"})) for name, parser, default, text in flags]
 
 
 FLAGS: tuple[Flag, ...] = (
@@ -244,6 +240,20 @@ FLAGS: tuple[Flag, ...] = (
         ("requests_per_slot", _COUNT, 3, "requests of a run, in slots"),
         ("runs", _COUNT, 3, "runs of each figure; the median is reported"),
         ("output", _TEXT, None, "write the figures to this file, as JSON"),
-        ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged"),
+        _QUIET,
+    ),
+    *_replay(
+        "Replay",
+        ("trace", _TEXT, None, "the file that --trace_file of the server wrote"),
+        ("output", _TEXT, None, "write the replayed trace to this file"),
+        ("perfetto", _TEXT, None, "write the trace to this file in Chrome's trace event format, for ui.perfetto.dev"),
+        _QUIET,
+    ),
+    *_doctor(
+        "Diagnosis",
+        ("trace", _TEXT, None, "the file that --trace_file of the server wrote"),
+        ("url", _TEXT, None, "a running server, as http://127.0.0.1:8000; its /metrics is read instead of a trace"),
+        ("json", _BOOL, False, "print the figures and diagnoses as JSON"),
+        _QUIET,
     ),
 )

@@ -27,12 +27,16 @@ from jaxserve.config.flag_table import FLAGS, Flag
 SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
     "bench": "Measures speed. WHAT is the first argument: offline, decode_ratio or startup.",
+    "replay": "Feeds a recorded trace to the scheduler and compares what it decides. Exits 1 at the first difference.",
+    "doctor": "Names the bottleneck of a recorded trace or of a running server, with the figures that show it.",
     "simulate": "Runs the serving scheduler under a simulated clock, without a model or a device.",
     "fit_cost_model": "Fits the simulator's linear cost model to the trace of an engine.",
 }
 USAGES = {
     "server": "python -m jaxserve.server",
     "bench": "python -m jaxserve.bench WHAT",
+    "replay": "python -m jaxserve.replay",
+    "doctor": "python -m jaxserve.doctor",
     "simulate": "python -m jaxserve.simulate",
     "fit_cost_model": "tools/fit_cost_model TRACE",
 }

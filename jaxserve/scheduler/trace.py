@@ -1,7 +1,8 @@
 """The iteration trace: what the scheduler decided, one JSON-able record per iteration.
 
 A record holds the decisions of one plan and, in `events`, what came in since the record before: enough
-to feed the same arrivals to another scheduler and compare its plans. Keys:
+to feed the same arrivals to another scheduler and compare its plans (`python -m jaxserve.replay`). It
+holds lengths, never tokens or texts. Keys:
 
 | key | meaning |
 |---|---|
@@ -13,16 +14,34 @@ to feed the same arrivals to another scheduler and compare its plans. Keys:
 | unused_budget | token budget less tokens |
 | pages_free, pages_cached, pages_owned | after the iteration |
 | bucket | the compiled shape it ran in; None in simulation |
+| in_flight | instants of the plans made and not yet updated, oldest first, once this one is updated |
+| updated_at | instant of the update |
+| preempted_next | ids that lost their slot since the last plan made: the next one's `preempted`, so far |
 | events | arrivals and early ends since the record before |
 
 Between iterations events may pile up: on an idle engine, or one that refuses many. After `MAX_EVENTS` of
-them, and at a flush, comes a record of `kind` "events": `events` and the lists of ids that
+them, and at a flush, comes a record of `kind` "events": `events`, `in_flight` and the lists of ids that
 ended or were rejected since the record before, and nothing of a plan. An iteration's record has no `kind`.
 
-An event has `kind` ("add", "abort", "expire"), `id`, `now` and `step`, the pair (plans made, plans
-updated) when it came: with steps in flight this places it exactly. An "add" also has `prompt`
-(tokens), `max_tokens`, `priority`, `tenant`, `deadline_at` and `outcome`: "slot", "queue" or the
-rejection's reason. An "abort" has `reason`.
+An event has `kind` ("add", "abort", "expire", "reset_prefix_cache"), `id` (empty for a reset), `now` and
+`step`, the pair (plans made, plans updated) when it came: with steps in flight this places it exactly. An
+"add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`, `deadline_at` and
+`outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one with reason "displaced"
+is the work of the "add" that follows it, not a call of its own.
+
+With a prefix cache three keys more say which pages are alike, by numbers (`page_ordinals`): `pages` of an
+"add", the numbers of its prompt's full pages; `named` of an iteration, [id, numbers] pairs, and of an event
+that ends a request, numbers, for the pages filled since. An "add" also has `scores`: it wants its prompt
+scored and therefore computed, so it shares none.
+
+Calls in their order
+--------------------
+Plan k was made at its record's `now`, which `in_flight` of records before may already tell; it was made
+before whatever has a `step` of more than k plans, and before the update whose record counts it in flight.
+An "expire" happened when `schedule` began, whether or not that call made a plan. A call without a plan and
+without expiries changed nothing, unless it took slots from requests that lack pages (`preempted_next`).
+In an iteration's `completed` the ids aborted with reason "stop" come first, in the order of their events;
+the others ended in the update itself.
 """
 
 from __future__ import annotations
@@ -37,13 +56,14 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection
+from jaxserve.scheduler.page_ordinals import PageOrdinals
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
-    from jaxserve.scheduler.state import SchedulerState
+    from jaxserve.scheduler.scheduler import Scheduler
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_EVENTS = 256
 """Most events kept until the next record."""
 
@@ -66,10 +86,11 @@ class TraceRecorder:
     `MAX_EVENTS` of those a record is handed over without an iteration.
     """
 
-    def __init__(self, scheduler: SchedulerState, sink: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, scheduler: Scheduler, sink: Callable[[dict[str, Any]], None]) -> None:
         self._scheduler = scheduler
         self._sink = sink
         self._num_updated = 0
+        self._ordinals = PageOrdinals(scheduler) if scheduler.config.enable_prefix_caching else None
         self._clear()
 
     def added(self, sequence: Sequence, now: float, rejection: Rejection | None) -> None:
@@ -80,6 +101,10 @@ class TraceRecorder:
             outcome = rejection.reason
         else:
             outcome = "queue" if sequence.slot == NO_SLOT else "slot"
+        sharing = {}
+        if self._ordinals and rejection is None:
+            scores = request.params.prompt_logprobs is not None
+            sharing = {"scores": scores, "pages": self._ordinals.of_prompt(sequence)}
         self._event(
             "add",
             request.request_id,
@@ -88,8 +113,10 @@ class TraceRecorder:
             max_tokens=request.max_tokens,
             priority=request.priority,
             tenant=request.tenant,
+            service_class=request.service_class,
             deadline_at=request.deadline_at,
             outcome=outcome,
+            **sharing,
         )
 
     def cache_reset(self, now: float) -> None:
@@ -101,10 +128,15 @@ class TraceRecorder:
         reason = sequence.finish_reason
         assert reason is not None, f"{sequence.request_id} is live"
         self._ids[_LISTS[reason]].append(sequence.request_id)
+        numbers = self._ordinals.last_of(sequence) if self._ordinals else []
+        if not early:
+            self._named += [[sequence.request_id, numbers]] if numbers else []
+            return
+        named = {"named": numbers} if numbers else {}
         if reason is FinishReason.EXPIRED:
-            self._event("expire", sequence.request_id, now)
-        elif early:
-            self._event("abort", sequence.request_id, now, reason=str(reason))
+            self._event("expire", sequence.request_id, now, **named)
+        else:
+            self._event("abort", sequence.request_id, now, reason=str(reason), **named)
 
     def iteration(self, plan: StepPlan, now: float, bucket: Any) -> None:
         """A plan was updated: its record is complete."""
@@ -126,6 +158,10 @@ class TraceRecorder:
                 "pages_cached": scheduler.pages_cached,
                 "pages_owned": scheduler.pages_owned,
                 "bucket": bucket,
+                "in_flight": self._instants_in_flight(),
+                "updated_at": scheduler._updated_at,
+                "preempted_next": list(scheduler._preempted),
+                **self._sharing(plan),
                 "events": self._events,
             }
         )
@@ -134,7 +170,8 @@ class TraceRecorder:
     def flush(self) -> None:
         """Hands over what came in since the record before, if anything did."""
         if self._events or any(self._ids.values()):
-            self._sink({"kind": "events", **self._ids, "events": self._events})
+            in_flight = self._instants_in_flight()
+            self._sink({"kind": "events", **self._ids, "in_flight": in_flight, "events": self._events})
             self._clear()
 
     def _event(self, kind: str, request_id: str, now: float, **details: Any) -> None:
@@ -143,8 +180,23 @@ class TraceRecorder:
         if len(self._events) >= MAX_EVENTS:
             self.flush()
 
+    def _sharing(self, plan: StepPlan) -> dict[str, Any]:
+        """Pages that the requests of `plan` filled, with those of the requests that ended in it."""
+        if self._ordinals is None:
+            return {}
+        ids = [row.request_id for row in plan.decode] + [chunk.request_id for chunk in plan.prefill]
+        for request_id in ids:
+            sequence = self._scheduler._live.get(request_id)
+            if sequence and (numbers := self._ordinals.new_of(sequence)):
+                self._named.append([request_id, numbers])
+        return {"named": self._named}
+
+    def _instants_in_flight(self) -> list[float]:
+        return [flight.now for flight in self._scheduler._in_flight]
+
     def _clear(self) -> None:
         self._events: list[dict[str, Any]] = []
+        self._named: list[list[Any]] = []
         self._ids: dict[str, list[str]] = {key: [] for key in ("rejected", "completed", "aborted", "expired", "failed")}
 
 

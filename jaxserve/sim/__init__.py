@@ -1,6 +1,7 @@
-"""Simulation of the serving scheduler. No jax.
+"""Simulation of the serving scheduler, replay of its traces and their diagnosis. No jax.
 
-Start with `simulator.py`; scenarios and workloads are what it runs, cost models its clock.
+Start with `simulator.py`; scenarios and workloads are what it runs, cost models its clock. `replayer.py`,
+`perfetto.py` and `diagnoses.py` work on traces.
 """
 
 from jaxserve.sim.cost_model import CostModel, LinearCost, StepFeatures, UnitCost, features_of

@@ -14,6 +14,7 @@ from jaxserve.scheduler.trace import MAX_EVENTS
 from tests.scheduler.harness import Harness, make_config, make_request
 
 DECISIONS = {"iteration", "now", "decode", "prefill", "prefill_emitted", "preempted", "unused_budget", "bucket"}
+DECISIONS |= {"in_flight", "updated_at"}
 OUTCOMES = {"rejected", "completed", "aborted", "queue", "active", "pages_free", "pages_cached", "pages_owned"}
 
 
@@ -57,6 +58,19 @@ def test_events_hold_what_came_in_since_the_record_before_with_its_place() -> No
     ]
     assert (events[1]["prompt"], events[1]["max_tokens"], events[1]["priority"]) == (5, 6, 3)
     assert (events[1]["deadline_at"], events[2]["tenant"]) == (2.5, "t")
+
+
+def test_plans_in_flight_and_updates_are_told_with_their_instants() -> None:
+    harness = Harness(lag=2)
+    harness.add(make_request("a", 4, 3))
+    harness.run()
+    told = [(record["now"], record["in_flight"], record["updated_at"]) for record in harness.records]
+    assert told == [(0.0, [1.0, 2.0], 2.0), (1.0, [2.0], 3.0), (2.0, [], 4.0)]
+    harness.add(make_request("b", 4, 3))
+    harness.step()
+    harness.abort("b")
+    harness.scheduler.flush_trace()
+    assert harness.records[-1]["in_flight"] == [5.0]
 
 
 def test_ends_are_listed_by_what_they_are() -> None:

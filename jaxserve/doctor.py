@@ -1,0 +1,89 @@
+"""`python -m jaxserve.doctor --trace=FILE` or `--url=URL`: names the bottleneck, with figures and flags to try."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from jaxserve.config.flags import exit_with, parse_flags
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.sim.diagnoses import Diagnosis, diagnose
+from jaxserve.sim.metrics_summary import summary_of_metrics
+from jaxserve.sim.spread import Spread
+from jaxserve.sim.summarizer import summarize
+from jaxserve.sim.trace_summary import TraceSummary
+
+_TIMEOUT_S = 10.0
+_WIDTH = 100
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Returns:
+      The exit status, 0: an ill run is an answer like any other.
+
+    Raises:
+      SystemExit: non-zero on a bad argument, a damaged trace or a server that does not answer.
+    """
+    flags = parse_flags("doctor", argv)
+    if bool(flags.trace) == bool(flags.url):
+        exit_with("give one of --trace and --url: the trace or the server to look at")
+    try:
+        summary = _summary_of_server(flags.url) if flags.url else summarize(TraceReader(flags.trace), flags.trace)
+    except (OSError, ValueError) as error:
+        exit_with(str(error))
+    diagnoses = diagnose(summary)
+    if flags.json:
+        report = {"summary": asdict(summary), "diagnoses": [asdict(diagnosis) for diagnosis in diagnoses]}
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join([*_summary_lines(summary), *(line for d in diagnoses for line in _diagnosis_lines(d))]))
+    return 0
+
+
+def _summary_of_server(url: str) -> TraceSummary:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--url is {url!r}; it must begin with http:// or https://")
+    address = url.rstrip("/") + "/metrics"
+    try:
+        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as answer:
+            text = answer.read().decode()
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise ValueError(f"{address} answers {error.code}; it must answer 200; is this a jaxserve server?") from error
+    except urllib.error.URLError as error:
+        raise ValueError(f"{address} does not answer: {error.reason}; is the server running there?") from error
+    return summary_of_metrics(text, url)
+
+
+def _summary_lines(summary: TraceSummary) -> list[str]:
+    counts = [f"{count} {name}" for name, count in (("offered", summary.offered), *summary.ended.items()) if count]
+    refused = sum(summary.rejected.values())
+    counts += [f"{refused} refused"] if refused else []
+    lines = [f"{summary.source}: {summary.num_iterations} iterations; requests: {', '.join(counts) or 'none'}"]
+    times = {"TTFT": summary.ttft_s, "queue": summary.queue_s, "prefill": summary.prefill_s}
+    times |= {"ITL": summary.itl_s, "end to end": summary.e2e_s}
+    return lines + [_spread_line(name, spread) for name, spread in times.items() if spread]
+
+
+def _spread_line(name: str, spread: Spread) -> str:
+    quantiles = (("p50", spread.p50), ("p95", spread.p95), ("p99", spread.p99), ("max", spread.max))
+    return f"  {name:<11}" + "  ".join(f"{label} {value:>9.4f} s" for label, value in quantiles)
+
+
+def _diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
+    lines = ["", f"{diagnosis.name}: {diagnosis.says}"]
+    lines += [f"  {name:<28}{value:.6g}" for name, value in diagnosis.figures.items()]
+    if diagnosis.flags:
+        lines.append(f"  try: {' '.join(f'--{flag}' for flag in diagnosis.flags)}")
+    return lines + textwrap.wrap(diagnosis.advice, _WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

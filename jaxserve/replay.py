@@ -1,0 +1,66 @@
+"""`python -m jaxserve.replay --trace=FILE`: exit 0 when the scheduler decides as recorded, 1 at a difference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from jaxserve.config.flags import exit_with, parse_flags
+from jaxserve.scheduler import TraceWriter
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.sim.perfetto import PerfettoWriter
+from jaxserve.sim.replayer import ReplayReport, replay
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Returns:
+      The exit status: 1 when the replay differs.
+
+    Raises:
+      SystemExit: non-zero on a bad argument or a damaged trace.
+    """
+    flags = parse_flags("replay", argv)
+    if not flags.trace:
+        exit_with("--trace is missing; name the file to replay")
+    paths = [Path(path).resolve() for path in (flags.trace, flags.output, flags.perfetto) if path]
+    if len(set(paths)) < len(paths):
+        exit_with("two of --trace, --output and --perfetto are the same file; write to another file")
+    try:
+        report = _replay(TraceReader(flags.trace), flags.output, flags.perfetto)
+    except (OSError, ValueError) as error:
+        exit_with(str(error))
+    _tell(report)
+    return 0 if report.difference is None else 1
+
+
+def _replay(reader: TraceReader, output: str | None, perfetto: str | None) -> ReplayReport:
+    """Replays into the files asked for; the export holds what was equal."""
+    header = reader.header
+    with ExitStack() as files:
+        writer = exporter = None
+        if output:
+            writer = files.enter_context(closing(TraceWriter(output, model=header.model, config=header.config)))
+        if perfetto:
+            file = files.enter_context(open(perfetto, "w", encoding="utf-8"))
+            exporter = files.enter_context(closing(PerfettoWriter(file, header)))
+        return replay(reader, sink=writer, observe=exporter)
+
+
+def _tell(report: ReplayReport) -> None:
+    if report.truncated_line is not None:
+        print(f"note: line {report.truncated_line} is cut short, as after a crash; it was left out")
+    equal = f"{report.num_iterations} iterations, {report.num_requests} requests, {report.num_plans} plans"
+    if report.difference is None:
+        print(f"equal: {equal}")
+        if ahead := report.num_plans - report.num_iterations:
+            print(f"{ahead} of the plans were in flight when the trace ended and have no record to compare")
+    else:
+        print(f"first difference: {report.difference}\nequal before it: {equal}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

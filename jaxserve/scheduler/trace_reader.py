@@ -1,0 +1,272 @@
+"""TraceReader: a trace file as typed records, each checked before it is handed out.
+
+A reader checks form, not sense: every key the recorder writes is there and of its kind, and iterations
+count from 0. Whether a scheduler decides so is for replay to find out. A last line without its end, what a
+crash leaves behind, is dropped and noted in `truncated_line`; any other damage is a `ValueError` that names
+file, line and rule.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import SchedulerConfig, ServiceClass
+from jaxserve.core import FinishReason
+from jaxserve.scheduler.trace import SCHEMA_VERSION
+from jaxserve.scheduler.trace_fields import TraceFields
+
+
+@dataclass(frozen=True, slots=True)
+class TraceHeader:
+    """What was recorded: the model's name and the scheduler's settings."""
+
+    model: str
+    config: SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """Something that came in.
+
+    Attributes:
+      num_plans, num_updated: plans made and updated when it came.
+      pages: with a prefix cache, numbers of the prompt's full pages, or of those filled since the record before.
+    """
+
+    request_id: str
+    now: float
+    num_plans: int
+    num_updated: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AddEvent(TraceEvent):
+    """An arrival; `outcome` is "slot", "queue" or the rejection's reason. `scores`: it shares no cached pages."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int
+    tenant: str
+    service_class: str
+    deadline_at: float | None
+    outcome: str
+    scores: bool
+
+    @property
+    def accepted(self) -> bool:
+        """It was placed or queued."""
+        return self.outcome in ("slot", "queue")
+
+
+@dataclass(frozen=True, slots=True)
+class AbortEvent(TraceEvent):
+    """A live request was ended by a call; STOP is a completion by a stop string, DISPLACED the work of an arrival."""
+
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class ExpireEvent(TraceEvent):
+    """A deadline passed; seen when `schedule` began."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetEvent(TraceEvent):
+    """The prefix cache was emptied; it has no request."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventsRecord:
+    """What came in since the record before.
+
+    Attributes:
+      line: its number in the file, from 1.
+      data: as written, for comparison.
+      in_flight: instants of the plans made and not updated, oldest first.
+      rejected, completed, aborted, expired, failed: ids, in order.
+    """
+
+    line: int
+    data: dict[str, Any]
+    events: tuple[TraceEvent, ...]
+    in_flight: tuple[float, ...]
+    rejected: tuple[str, ...]
+    completed: tuple[str, ...]
+    aborted: tuple[str, ...]
+    expired: tuple[str, ...]
+    failed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IterationRecord(EventsRecord):
+    """One iteration; the keys are those of `jaxserve.scheduler.trace`."""
+
+    iteration: int
+    now: float
+    decode: tuple[str, ...]
+    prefill: tuple[tuple[str, int], ...]
+    prefill_emitted: tuple[str, ...]
+    preempted: tuple[str, ...]
+    queue: tuple[str, ...]
+    active: tuple[str, ...]
+    unused_budget: int
+    pages_free: int
+    pages_cached: int
+    pages_owned: int
+    updated_at: float
+    preempted_next: tuple[str, ...]
+    named: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def completed_in_update(self) -> tuple[str, ...]:
+        """Ids that ended by a token of this iteration, or with it when they asked for none."""
+        stops = sum(isinstance(event, AbortEvent) and event.reason is FinishReason.STOP for event in self.events)
+        return self.completed[stops:]
+
+
+class TraceReader:
+    """Iterates over the records of a trace file, any number of times.
+
+    Args:
+      path: JSON lines, as `TraceWriter` writes them.
+
+    Attributes:
+      truncated_line: number of a last line that was cut short, once an iteration has come to the end; else None.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: no header, or one that cannot be used here.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self.truncated_line: int | None = None
+        first = next(self._lines(), None)
+        if first is None:
+            raise ValueError(f"trace {self._path} holds no whole line; it must begin with a header; record it again")
+        self.header = _header(first)
+
+    def __iter__(self) -> Iterator[EventsRecord]:
+        """The records, in order.
+
+        Raises:
+          ValueError: a line breaks a rule; the message names it.
+        """
+        num_updated = 0
+        lines = self._lines()
+        next(lines)
+        for line in lines:
+            record = _record(line, num_updated)
+            num_updated += isinstance(record, IterationRecord)
+            yield record
+
+    def _lines(self) -> Iterator[TraceFields]:
+        self.truncated_line = None
+        with self._path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if not text.endswith(b"\n"):
+                    self.truncated_line = number
+                    return
+                where = f"trace {self._path} line {number}"
+                try:
+                    data = json.loads(text)
+                except ValueError as error:
+                    raise ValueError(f"{where} is not JSON: {error}; the file is damaged, record it again") from error
+                yield TraceFields(where, number, data)
+
+
+def _header(line: TraceFields) -> TraceHeader:
+    if line.data.get("kind") != "header":
+        line.wrong("kind", '"header": a trace begins with one')
+    version = line.integer("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ValueError(
+            f"{line.where}: schema_version is {version}; this version of jaxserve reads {SCHEMA_VERSION};"
+            " use the version that recorded it"
+        )
+    settings = line.data.get("config")
+    if not isinstance(settings, dict):
+        line.wrong("config", "an object, the scheduler's settings: without them nothing can be replayed")
+    unknown = sorted(settings.keys() - {field.name for field in fields(SchedulerConfig)})
+    if unknown:
+        raise ValueError(
+            f"{line.where}: config has {', '.join(unknown)}; this version of jaxserve knows no such setting;"
+            " use the version that recorded it"
+        )
+    try:
+        classes = tuple(ServiceClass(**each) for each in settings.get("service_classes", ()))
+        return TraceHeader(line.text("model"), SchedulerConfig(**{**settings, "service_classes": classes}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{line.where}: config: {error}; the file is damaged, record it again") from error
+
+
+def _record(line: TraceFields, num_updated: int) -> EventsRecord:
+    kind = line.data.get("kind")
+    if kind not in (None, "events"):
+        line.wrong("kind", '"events" or absent')
+    if kind is None and line.integer("iteration") != num_updated:
+        line.wrong("iteration", f"{num_updated}, the next one: lines are missing or doubled")
+    in_flight = line.instants("in_flight")
+    num_plans = num_updated + len(in_flight) + (kind is None)
+    common: dict[str, Any] = {
+        "line": line.line,
+        "data": line.data,
+        "events": tuple(_event(event, num_plans, num_updated) for event in line.events()),
+        "in_flight": in_flight,
+        **{key: line.ids(key) for key in ("rejected", "completed", "aborted", "expired", "failed")},
+    }
+    if kind == "events":
+        return EventsRecord(**common)
+    return IterationRecord(
+        **common,
+        iteration=num_updated,
+        now=line.instant("now"),
+        decode=line.ids("decode"),
+        prefill=line.chunks("prefill"),
+        prefill_emitted=line.ids("prefill_emitted"),
+        preempted=line.ids("preempted"),
+        queue=line.ids("queue"),
+        active=line.ids("active"),
+        unused_budget=line.integer("unused_budget", 0),
+        pages_free=line.integer("pages_free", 0),
+        pages_cached=line.integer("pages_cached", 0),
+        pages_owned=line.integer("pages_owned", 0),
+        updated_at=line.instant("updated_at"),
+        preempted_next=line.ids("preempted_next"),
+        named=line.named() if "named" in line.data else (),
+    )
+
+
+def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
+    made, updated = event.step()
+    if updated != num_updated or not num_updated <= made <= most_plans:
+        event.wrong("step", f"[{num_updated} to {most_plans}, {num_updated}], by the plans of the records around it")
+    numbered = next((key for key in ("pages", "named") if key in event.data), None)
+    place = (event.text("id"), event.instant("now"), made, updated, event.numbers(numbered) if numbered else ())
+    match event.data.get("kind"):
+        case "add":
+            return AddEvent(
+                *place,
+                num_prompt_tokens=event.integer("prompt", 1),
+                max_tokens=event.integer("max_tokens", 0),
+                priority=event.integer("priority"),
+                tenant=event.text("tenant"),
+                service_class=event.text("service_class"),
+                deadline_at=event.instant_or_null("deadline_at"),
+                outcome=event.text("outcome"),
+                scores=event.flag("scores") if "scores" in event.data else False,
+            )
+        case "abort":
+            if event.data.get("reason") not in tuple(FinishReason):
+                event.wrong("reason", f"one of {', '.join(FinishReason)}")
+            return AbortEvent(*place, FinishReason(event.data["reason"]))
+        case "expire":
+            return ExpireEvent(*place)
+        case "reset_prefix_cache":
+            return ResetEvent(*place)
+    event.wrong("kind", "add, abort, expire or reset_prefix_cache")

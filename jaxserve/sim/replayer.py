@@ -1,0 +1,250 @@
+"""Replay: a recorded trace's arrivals, aborts and instants again, and whether the scheduler decides the same.
+
+    report = replay(TraceReader("trace.jsonl"))
+    report.difference          None when every record is equal
+
+The scheduler is a pure function of its calls, so replay repeats them in the recorded interleaving (see
+"Calls in their order" in `jaxserve.scheduler.trace`). Prompts are dummies of the recorded length, and the
+device's answers are dummies too (`dummy_tokens`), but for one thing: a request that the trace says completed
+in an update is given a stop id there, which ends it at that token, whatever ended it in the recording.
+
+Every key but `bucket`, which no scheduler decides, is compared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.config.policy_config import GROWING_RESERVATIONS
+from jaxserve.core import FinishReason, Request, SamplingParams
+from jaxserve.scheduler import Scheduler, StepPlan, StepResult
+from jaxserve.scheduler.trace_reader import (
+    AbortEvent,
+    AddEvent,
+    EventsRecord,
+    ExpireEvent,
+    IterationRecord,
+    ResetEvent,
+    TraceEvent,
+    TraceReader,
+)
+from jaxserve.sim.dummy_tokens import STOP, DummyTokens
+
+_NOT_COMPARED = ("bucket",)
+ABSENT = "(absent)"
+"""Stands for the value of a key or place that a record has not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where replay and recording part.
+
+    Attributes:
+      line: of the record, in the trace file.
+      iteration: of the record; None for one that holds events alone.
+      key: of the record, with the place inside its value, as `events[2].outcome`.
+    """
+
+    line: int
+    iteration: int | None
+    key: str
+    recorded: Any
+    replayed: Any
+
+    def __str__(self) -> str:
+        where = "events between iterations" if self.iteration is None else f"iteration {self.iteration}"
+        return f"{where} (line {self.line}), {self.key}: recorded {self.recorded!r}, replayed {self.replayed!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What was compared.
+
+    Attributes:
+      num_iterations: equal iteration records.
+      num_requests: arrivals in equal records, the refused included.
+      num_plans: plans made; those beyond `num_iterations` were in flight when the trace ended.
+      difference: the first; None when all is equal.
+      truncated_line: a last line that was cut short and not compared.
+    """
+
+    num_iterations: int
+    num_requests: int
+    num_plans: int
+    difference: Difference | None
+    truncated_line: int | None
+
+
+def replay(
+    reader: TraceReader,
+    *,
+    sink: Callable[[dict[str, Any]], None] | None = None,
+    observe: Callable[[EventsRecord, StepPlan | None], None] | None = None,
+) -> ReplayReport:
+    """Replays a trace up to its end or the first difference.
+
+    Args:
+      sink: gets each replayed record, the one that differs included.
+      observe: told of each equal record and, for an iteration's, its plan.
+
+    Raises:
+      ValueError: the trace is damaged.
+    """
+    config = reader.header.config
+    replayer = Replayer(config, DummyTokens(config, reader), sink)
+    num_iterations = num_requests = 0
+    difference = None
+    for record in reader:
+        difference = replayer.feed(record)
+        if difference is not None:
+            break
+        num_requests += sum(isinstance(event, AddEvent) for event in record.events)
+        num_iterations += isinstance(record, IterationRecord)
+        if observe:
+            observe(record, replayer.landed if isinstance(record, IterationRecord) else None)
+    return ReplayReport(num_iterations, num_requests, replayer.num_plans, difference, reader.truncated_line)
+
+
+class Replayer:
+    """A fresh scheduler, fed with records in order.
+
+    Args:
+      config: the recorded scheduler's.
+      tokens: of prompts and outputs.
+      sink: gets each record of this scheduler.
+
+    Attributes:
+      landed: the plan of the last iteration record.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, tokens: DummyTokens, sink: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        self._tokens = tokens
+        self._pages_may_lack = config.reservation in GROWING_RESERVATIONS
+        self._latest = float("-inf")  # instant of a call so far
+        self._scheduler = Scheduler(config, trace=self._take)
+        self._sink = sink
+        self._replayed: deque[dict[str, Any]] = deque()  # records not compared yet
+        self._expired: deque[str] = deque()  # by calls made, not seen among the events yet
+        self._in_flight: deque[StepPlan] = deque()
+        self._num_updated = 0
+        self.landed = StepPlan(0)
+
+    @property
+    def num_plans(self) -> int:
+        """Plans made so far."""
+        return self._scheduler.num_plans
+
+    def feed(self, record: EventsRecord) -> Difference | None:
+        """Repeats the calls that a record tells of and compares; nothing may be fed after a difference."""
+        instants = (record.now, *record.in_flight) if isinstance(record, IterationRecord) else record.in_flight
+        for event in record.events:
+            if not self._plan_until(event.num_plans, instants):
+                return self._no_plan(record)
+            self._repeat(event)
+        if not self._plan_until(self._num_updated + len(instants), instants):
+            return self._no_plan(record)
+        if isinstance(record, IterationRecord):
+            self._update(record)
+        elif not self._replayed:
+            self._scheduler.flush_trace()
+        replayed = self._replayed.popleft() if self._replayed else {}
+        difference = _first_difference(record.data, replayed)
+        return difference and Difference(record.line, record.data.get("iteration"), *difference)
+
+    def _plan_until(self, count: int, instants: tuple[float, ...]) -> bool:
+        """Makes plans up to `count`; `instants` begins with the oldest one not updated. False: nothing to plan."""
+        return all(self._plan(instants[number - self._num_updated]) for number in range(self.num_plans, count))
+
+    def _plan(self, now: float) -> bool:
+        self._latest = max(self._latest, now)
+        plan = self._scheduler.schedule(now)
+        self._expired += [event.request_id for event in self._scheduler.take_events()]
+        if not plan.empty:
+            self._in_flight.append(plan)
+        return not plan.empty
+
+    def _repeat(self, event: TraceEvent) -> None:
+        self._latest = max(self._latest, event.now)
+        match event:
+            case AddEvent():
+                self._scheduler.add(_request(event, self._tokens), event.now)
+                self._scheduler.take_events()
+            case AbortEvent() if event.reason is not FinishReason.DISPLACED:
+                self._scheduler.abort(event.request_id, event.now, event.reason)
+                self._scheduler.take_events()
+            case ResetEvent():
+                self._scheduler.reset_prefix_cache(event.now)
+            case ExpireEvent():
+                # One call of `schedule` may expire several and make a plan too.
+                if not self._expired:
+                    self._plan(event.now)
+                if self._expired:
+                    self._expired.popleft()
+
+    def _update(self, record: IterationRecord) -> None:
+        if self._pages_may_lack and list(record.preempted_next) != self._scheduler._preempted:
+            # A call without a plan took slots away: all that ran lacked a page. No deadline passed in it.
+            self._plan(self._latest)
+        plan = self.landed = self._in_flight.popleft()
+        ending = frozenset(record.completed_in_update)
+        ends = [(row.request_id, row.position + 1) for row in plan.decode]
+        ends += [(chunk.request_id, chunk.start + len(chunk.token_ids)) for chunk in plan.prefill]
+        tokens = [STOP if name in ending else self._tokens.at(name, index) for name, index in ends]
+        result = StepResult(tuple(tokens[: len(plan.decode)]), tuple(tokens[len(plan.decode) :]))
+        self._scheduler.update(plan, result, record.updated_at, bucket=record.data.get("bucket"))
+        self._num_updated += 1
+
+    def _take(self, replayed: dict[str, Any]) -> None:
+        self._replayed.append(replayed)
+        if self._sink:
+            self._sink(replayed)
+
+    def _no_plan(self, record: EventsRecord) -> Difference:
+        number = self.num_plans
+        planned = f"plan {number}" if number != record.data.get("iteration") else "a plan"
+        return Difference(record.line, record.data.get("iteration"), "plan", planned, "none: no request holds a slot")
+
+
+def _request(event: AddEvent, tokens: DummyTokens) -> Request:
+    return Request(
+        event.request_id,
+        tokens.prompt_of(event),
+        SamplingParams(prompt_logprobs=0 if event.scores else None),
+        eos_token_ids=(STOP,),
+        max_tokens=event.max_tokens,
+        priority=event.priority,
+        deadline_at=event.deadline_at,
+        tenant=event.tenant,
+        service_class=event.service_class,
+    )
+
+
+def _first_difference(recorded: dict[str, Any], replayed: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """Key, recorded and replayed value of the first key in the record's order whose values differ."""
+    for key in (*recorded, *(key for key in replayed if key not in recorded)):
+        pair = recorded.get(key, ABSENT), replayed.get(key, ABSENT)
+        if key not in _NOT_COMPARED and pair[0] != pair[1]:
+            return _narrowed(key, *pair)
+    return None
+
+
+def _narrowed(key: str, recorded: Any, replayed: Any) -> tuple[str, Any, Any]:
+    """The innermost place in which two values differ; short lists of ids are shown whole."""
+    if isinstance(recorded, dict) and isinstance(replayed, dict):
+        inner = _first_difference(recorded, replayed)
+        assert inner is not None, f"{key} is equal"
+        return (f"{key}.{inner[0]}", *inner[1:])
+    if isinstance(recorded, list) and isinstance(replayed, list):
+        long = max(len(recorded), len(replayed)) > 8 or any(isinstance(item, dict) for item in (*recorded, *replayed))
+        if long:
+            for index in range(max(len(recorded), len(replayed))):
+                items = [side[index] if index < len(side) else ABSENT for side in (recorded, replayed)]
+                if items[0] != items[1]:
+                    return _narrowed(f"{key}[{index}]", *items)
+    return key, recorded, replayed

@@ -1,0 +1,208 @@
+"""Replay: what was recorded is decided again, to the byte; what was tampered with is found and named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.config.policy_config import GROWING_RESERVATIONS
+from jaxserve.core import FinishReason
+from jaxserve.scheduler import Scheduler, StepResult, TraceWriter
+from jaxserve.scheduler.trace import MAX_EVENTS
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.sim.replayer import ABSENT, Difference, ReplayReport, replay
+from tests.scheduler.harness import Harness, make_config, make_request, stopping_request
+from tests.sim.recording import random_run, write_trace
+
+
+def replayed_bytes(path: Path) -> tuple[ReplayReport, bytes]:
+    """The report of replaying `path`, and the file that the replay writes."""
+    reader = TraceReader(path)
+    output = path.with_suffix(".replayed")
+    writer = TraceWriter(output, model=reader.header.model, config=reader.header.config)
+    report = replay(reader, sink=writer)
+    writer.close()
+    return report, output.read_bytes()
+
+
+def assert_replays(path: Path) -> ReplayReport:
+    report, written = replayed_bytes(path)
+    assert report.difference is None, str(report.difference)
+    assert written == path.read_bytes()
+    return report
+
+
+def tampered(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> Difference:
+    """The difference found after `change` was made to the file's objects, the header first."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    change(lines)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    difference = replay(TraceReader(path)).difference
+    assert difference is not None
+    return difference
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 2**32), lag=st.integers(0, 3))
+@example(seed=0, lag=0)
+def test_any_run_replays_to_the_byte(tmp_path_factory: pytest.TempPathFactory, seed: int, lag: int) -> None:
+    harness = random_run(seed, lag)
+    path = write_trace(tmp_path_factory.mktemp("run") / "trace.jsonl", harness.config, harness.records)
+    report = assert_replays(path)
+    iterations = [record for record in harness.records if "kind" not in record]
+    assert report.num_iterations == len(iterations)
+    assert report.num_requests == harness.scheduler.counters.offered
+
+
+@pytest.mark.parametrize("seed", range(0, 40))
+def test_page_numbers_that_were_forgotten_are_not_missed(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxserve.scheduler.page_ordinals._SLACK", 2)
+    harness = random_run(seed, seed % 4, sharing=True)
+    assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+
+
+@pytest.mark.parametrize("seed", [65, 263])
+def test_calls_that_gave_no_plan_and_took_slots_for_want_of_pages_are_repeated(tmp_path: Path, seed: int) -> None:
+    harness = random_run(seed, seed % 4)
+    assert harness.config.reservation in GROWING_RESERVATIONS and harness.config.max_steps_ahead
+    assert any(record.get("preempted_next") for record in harness.records)
+    assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+
+
+def test_the_random_runs_hold_everything_that_can_happen() -> None:
+    """Else the property above would say little."""
+    counts: dict[str, int] = {}
+    for seed in range(150):
+        harness = random_run(seed, seed % 4)
+        counters = harness.scheduler.counters
+        outcomes = {"preemptions": counters.preemptions, **counters.rejected, **{r: 0 for r in FinishReason}}
+        for reason in harness.ends.values():
+            outcomes[reason] += 1
+        outcomes["shared pages"] = counters.cached_tokens
+        outcomes["recomputed"] = counters.recomputed_tokens
+        outcomes["empty plan with an expiry"] = sum(
+            event["kind"] == "expire" and event["now"] not in {record.get("now") for record in harness.records}
+            for record in harness.records
+            for event in record["events"]
+        )
+        for name, count in outcomes.items():
+            counts[name] = counts.get(name, 0) + count
+    wanted = {*FinishReason, "preemptions", "queue_full_requests", "queue_full_tokens", "never_fits", "deadline"}
+    wanted |= {"duplicate_id", "empty plan with an expiry", "shared pages", "recomputed"}
+    assert {name for name in wanted if counts.get(name, 0) >= 3} == wanted, counts
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three requests on one slot: one stops by an id, one expires, one is refused."""
+    harness = Harness(make_config(max_num_seqs=1, max_queue_requests=1), lag=1)
+    harness.add(make_request("a", 12, 5), make_request("b", 4, 9, deadline_at=3.5), make_request("c"))
+    harness.run()
+    return write_trace(tmp_path / "trace.jsonl", harness.config, harness.records)
+
+
+def test_a_report_counts_what_was_equal(trace: Path) -> None:
+    assert assert_replays(trace) == ReplayReport(6, 3, 6, None, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value", "named"),
+    [
+        (1, "pages_owned", 77, "iteration 0 (line 2), pages_owned: recorded 77, replayed 3"),
+        (3, "decode", ["b"], "iteration 2 (line 4), decode: recorded ['b'], replayed ['a']"),
+        (2, "prefill", [["a", 3]], "iteration 1 (line 3), prefill: recorded [['a', 3]], replayed [['a', 4]]"),
+        (6, "completed", [], "iteration 5 (line 7), completed: recorded [], replayed ['a']"),
+        (2, "more", 1, f"iteration 1 (line 3), more: recorded 1, replayed {ABSENT!r}"),
+    ],
+)
+def test_a_tampered_value_is_named(trace: Path, line: int, key: str, value: Any, named: str) -> None:
+    difference = tampered(trace, lambda lines: lines[line].update({key: value}))
+    assert str(difference) == named
+
+
+def test_the_first_difference_is_the_one_named(trace: Path) -> None:
+    def change(lines: list[dict[str, Any]]) -> None:
+        lines[2]["queue"], lines[4]["queue"] = ["z"], ["y"]
+
+    difference = tampered(trace, change)
+    assert (difference.line, difference.iteration, difference.key) == (3, 1, "queue")
+
+
+def test_a_tampered_outcome_is_named_with_its_place(trace: Path) -> None:
+    difference = tampered(trace, lambda lines: lines[1]["events"][2].update(outcome="queue"))
+    assert (difference.key, difference.recorded, difference.replayed) == (
+        "events[2].outcome",
+        "queue",
+        "queue_full_requests",
+    )
+
+
+def test_a_removed_arrival_leaves_a_plan_that_nothing_asks_for(trace: Path) -> None:
+    difference = tampered(trace, lambda lines: lines[1]["events"].clear())
+    assert str(difference) == "iteration 0 (line 2), plan: recorded 'a plan', replayed 'none: no request holds a slot'"
+
+
+def test_the_bucket_is_kept_and_not_compared(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = []
+    scheduler = Scheduler(make_config(), trace=records.append)
+    scheduler.add(make_request("a", 4, 1), 0.25)
+    scheduler.update(scheduler.schedule(0.5), StepResult((), (5,)), 0.75, bucket="d0.p16.w2")
+    assert_replays(write_trace(tmp_path / "trace.jsonl", make_config(), records))
+
+
+def test_an_id_may_end_by_a_stop_string_and_by_a_stop_id_in_one_record(tmp_path: Path) -> None:
+    """The second request of that id is the one that the update ends."""
+    harness = Harness(lag=0, sample=lambda *_: 1007)
+    harness.add(make_request("a", 4, 9))
+    harness.step()
+    harness.abort("a", reason=FinishReason.STOP)
+    harness.add(stopping_request("a"))
+    harness.run()
+    assert harness.records[-1]["completed"] == ["a", "a"]
+    assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+
+
+def test_expiries_of_one_call_may_fill_several_records(tmp_path: Path) -> None:
+    count = 2 * MAX_EVENTS + 40
+    harness = Harness(make_config(max_queue_requests=count, max_queue_tokens=1 << 20, max_num_seqs=1))
+    harness.add(make_request("first", 4, 9))
+    harness.add(*(make_request(f"r{index}", deadline_at=1.5) for index in range(count)))
+    harness.run()
+    assert [record.get("kind") for record in harness.records[:7]] == [
+        "events",
+        "events",
+        None,
+        None,
+        *["events"] * 2,
+        None,
+    ]
+    assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+
+
+def test_a_plan_whose_step_failed_is_made_at_its_instant(tmp_path: Path) -> None:
+    """An engine that dies ends every request while a plan is in flight: no record tells of that plan."""
+    records: list[dict[str, Any]] = []
+    scheduler = Scheduler(make_config(), trace=records.append)
+    scheduler.add(make_request("a", deadline_at=2.0), 0.0)
+    scheduler.schedule(1.5)
+    scheduler.add(make_request("b"), 2.5)
+    scheduler.abort("a", 3.0, FinishReason.ERROR)
+    scheduler.flush_trace()
+    report = assert_replays(write_trace(tmp_path / "trace.jsonl", make_config(), records))
+    assert (report.num_iterations, report.num_plans, report.num_requests) == (0, 1, 2)
+
+
+def test_a_line_cut_by_a_crash_is_left_out_and_noted(trace: Path) -> None:
+    whole = trace.read_bytes()
+    trace.write_bytes(whole[:-20])
+    report, written = replayed_bytes(trace)
+    assert (report.difference, report.truncated_line, report.num_iterations) == (None, 7, 5)
+    assert whole.startswith(written) and trace.read_bytes().startswith(written)
