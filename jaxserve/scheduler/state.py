@@ -7,6 +7,7 @@ reservation and queue consistent with each other, so the decisions can be read w
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxserve.config import SchedulerConfig
@@ -181,12 +182,21 @@ class SchedulerState:
     def _remember_pages(self, sequence: Sequence, num_written: int) -> None:
         """Enters the full pages among the first `num_written` tokens in the prefix cache."""
         count = num_written // self.config.page_size
-        if count <= sequence.num_named_pages:
-            return
         self._name_pages(sequence, count)
         for index in range(sequence.num_named_pages, count):
             self._pages.cache.enter(sequence.page_names[index], sequence.pages[index])
         sequence.num_named_pages = count
+
+    def _remember_written(self, flight: Flight) -> None:
+        """A step came back: what it wrote can be shared from now on."""
+        plan = flight.plan
+        written = [position + 1 for position in plan.decode.positions] + [chunk.end for chunk in plan.prefill]
+        for sequence, num_written in zip((*flight.decode, *flight.prefill), written, strict=True):
+            # The first test decides for nearly every row: a page is full once in many tokens.
+            if num_written // self.config.page_size > sequence.num_named_pages and not (
+                sequence.finish_reason is not None or sequence.restarted
+            ):
+                self._remember_pages(sequence, num_written)
 
     def _enter(self, sequence: Sequence) -> None:
         """It asks for service; `_leave` when it no longer does."""
@@ -240,6 +250,15 @@ class SchedulerState:
             self._order.counters.charge(sequence, num_tokens)
         if sequence.fully_scheduled:
             self._vacate(sequence)
+
+    def _depart_decoding(self, sequences: Iterable[Sequence]) -> None:
+        """`_depart` for decode rows: a token each, and never the first row of a sequence."""
+        if self._order.counters is not None:
+            self._order.counters.charge_outputs(sequences)
+        for sequence in sequences:
+            sequence.num_in_flight += 1
+            if sequence.num_scheduled >= sequence.num_kv_tokens:
+                self._vacate(sequence)
 
     def _advance(self, sequence: Sequence, num_tokens: int, pages: list[PageUpdate]) -> None:
         """Counts tokens as written and gives the sequence the pages they go to."""

@@ -2,20 +2,22 @@
 
 The builder mirrors on the host what the scheduler decided per slot: a page table row and the
 request's sampling columns. Placements and page updates change the mirror, so an iteration's work is
-what changed plus one gather of the live rows; nothing is rebuilt from sequences.
+what changed plus one gather of the live rows; nothing is rebuilt from sequences. Numpy calls cost more than
+what they do at these sizes, so columns that lie side by side in the blobs are gathered together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request
-from jaxserve.scheduler.plan import PrefillChunk, StepPlan
+from jaxserve.scheduler.plan import DecodeRows, PrefillChunk, StepPlan
 from jaxserve.tables.buckets import Bucket, BucketTable
 from jaxserve.tables.layout import (
     FLAG_EDITS,
@@ -23,11 +25,10 @@ from jaxserve.tables.layout import (
     FLAG_LIVE,
     FLAG_LOGPROBS,
     FLAG_PROMPT_LOGPROBS,
+    SAMPLING_FLOATS,
+    SAMPLING_INTS,
     TableLayout,
 )
-
-_INT_COLUMNS = ("top_k", "seed_high", "seed_low")
-_FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,12 @@ class TableBuilder:
         self._scratch_slot = config.max_num_seqs
         self._buckets = buckets
         self._layouts: dict[Bucket, TableLayout] = {}
+        self._paddings: dict[Bucket, StepTables] = {}
         slots = config.max_num_seqs
         self._pages = np.zeros((slots, config.pages_per_seq), np.int32)
-        self._ints = {name: np.zeros(slots, np.int32) for name in _INT_COLUMNS}
-        self._floats = {name: np.zeros(slots, np.float32) for name in _FLOAT_COLUMNS}
+        # A row per field, as in the blobs.
+        self._ints = np.zeros((len(SAMPLING_INTS), slots), np.int32)
+        self._floats = np.zeros((len(SAMPLING_FLOATS), slots), np.float32)
         self._flags = np.zeros(slots, np.int32)
         # First write index at which stop ids are allowed again: prompt length + min_tokens.
         self._stops_held_below = np.zeros(slots, np.int32)
@@ -76,6 +79,13 @@ class TableBuilder:
 
     def empty(self, bucket: Bucket) -> StepTables:
         """Tables in which every row is padding: writes only to the null page and the scratch slot."""
+        padding = self._paddings.get(bucket)
+        if padding is None:
+            padding = self._paddings[bucket] = self._padding(bucket)
+        # The device may still read the blobs of the steps in flight, so each step gets its own.
+        return StepTables(bucket, padding.ints.copy(), padding.floats.copy())
+
+    def _padding(self, bucket: Bucket) -> StepTables:
         layout = self.layout(bucket)
         ints = np.zeros(layout.int_size, np.int32)
         floats = np.zeros(layout.float_size, np.float32)
@@ -100,16 +110,16 @@ class TableBuilder:
         """
         self._apply(plan, request_of)
         tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
-        longest = max([row.position + 1 for row in plan.decode] + [c.start + len(c.token_ids) for c in plan.prefill])
+        longest = max(max(plan.decode.positions, default=-1) + 1, max((c.end for c in plan.prefill), default=0))
         bucket = self._buckets.choose(
             decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size)
         )
         tables = self.empty(bucket)
         fields = self.layout(bucket).unpack(tables.ints, tables.floats)
         if plan.decode:
-            self._fill_decode(plan, fields, bucket)
+            self._fill_decode(plan.decode, tables, fields)
         if plan.prefill:
-            self._fill_prefill(plan.prefill, fields, bucket)
+            self._fill_prefill(plan.prefill, tables, fields)
         return tables
 
     def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
@@ -122,13 +132,11 @@ class TableBuilder:
     def _place(self, slot: int, request: Request) -> None:
         params = request.params
         self._requests[slot] = request
-        self._ints["top_k"][slot] = params.top_k if 0 < params.top_k < 2**31 else 0
+        top_k = params.top_k if 0 < params.top_k < 2**31 else 0
         seed = request.seed & (2**64 - 1)
-        self._ints["seed_high"][slot] = np.uint32(seed >> 32).astype(np.int32)
-        self._ints["seed_low"][slot] = np.uint32(seed & 0xFFFFFFFF).astype(np.int32)
-        self._floats["temperature"][slot] = 0.0 if params.greedy else params.temperature
-        for name in _FLOAT_COLUMNS[1:]:
-            self._floats[name][slot] = getattr(params, name)
+        self._ints[:, slot] = np.array((top_k, seed >> 32, seed & 0xFFFFFFFF), np.uint32).view(np.int32)
+        temperature = 0.0 if params.greedy else params.temperature
+        self._floats[:, slot] = (temperature, *(getattr(params, name) for name in SAMPLING_FLOATS[1:]))
         self._flags[slot] = (
             FLAG_LIVE
             | (FLAG_LOGPROBS if params.logprobs is not None else 0)
@@ -137,26 +145,28 @@ class TableBuilder:
         )
         self._stops_held_below[slot] = request.num_prompt_tokens + params.min_tokens
 
-    def _fill_decode(self, plan: StepPlan, fields: dict[str, NDArray[np.int32]], bucket: Bucket) -> None:
-        count = len(plan.decode)
-        slots = np.fromiter((row.slot for row in plan.decode), np.int32, count)
-        positions = np.fromiter((row.position for row in plan.decode), np.int32, count)
-        width = min(bucket.table_width, self._pages.shape[1])
+    def _fill_decode(self, decode: DecodeRows, tables: StepTables, fields: dict[str, NDArray[np.int32]]) -> None:
+        count = len(decode)
+        slots = np.fromiter(decode.slots, np.int32, count)
+        positions = np.fromiter(decode.positions, np.int32, count)
+        width = min(tables.bucket.table_width, self._pages.shape[1])
         fields["decode_position"][:count] = positions
         fields["decode_slot"][:count] = slots
         fields["decode_pages"][:count, :width] = self._pages[slots, :width]
-        self._fill_samples(fields, slice(0, count), slots, positions + 1)
+        self._fill_samples(tables, fields, slice(0, count), slots, positions + 1)
 
     def _fill_prefill(
-        self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket
+        self, chunks: tuple[PrefillChunk, ...], tables: StepTables, fields: dict[str, NDArray[np.int32]]
     ) -> None:
-        count = len(chunks)
+        count, bucket = len(chunks), tables.bucket
         slots = np.fromiter((chunk.slot for chunk in chunks), np.int32, count)
         lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, count)
         starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
         ends = np.cumsum(lengths)
         total = int(ends[-1])
-        fields["prefill_tokens"][:total] = np.concatenate([np.asarray(c.token_ids, np.int32) for c in chunks])
+        fields["prefill_tokens"][:total] = np.fromiter(
+            chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, total
+        )
         fields["prefill_row"][:total] = np.repeat(np.arange(count, dtype=np.int32), lengths)
         fields["prefill_position"][:total] = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
         fields["prefill_starts"][1 : count + 1] = ends
@@ -165,7 +175,7 @@ class TableBuilder:
         width = min(bucket.table_width, self._pages.shape[1])
         fields["prefill_pages"][:count, :width] = self._pages[slots, :width]
         rows = slice(bucket.decode_rows, bucket.decode_rows + count)
-        self._fill_samples(fields, rows, slots, starts + lengths)
+        self._fill_samples(tables, fields, rows, slots, starts + lengths)
         for index, chunk in enumerate(chunks):
             row = bucket.decode_rows + index
             if not chunk.emits:
@@ -182,6 +192,7 @@ class TableBuilder:
 
     def _fill_samples(
         self,
+        tables: StepTables,
         fields: dict[str, NDArray[np.int32]],
         rows: slice,
         slots: NDArray[np.int32],
@@ -189,7 +200,8 @@ class TableBuilder:
     ) -> None:
         fields["slot"][rows] = slots
         fields["sample_position"][rows] = positions
-        for name, column in (*self._ints.items(), *self._floats.items()):
-            fields[name][rows] = column[slots]
+        ints, floats = self.layout(tables.bucket).sampling(tables.ints, tables.floats)
+        ints[:, rows] = self._ints.take(slots, axis=1)
+        floats[:, rows] = self._floats.take(slots, axis=1)
         held = positions < self._stops_held_below[slots]
         fields["flags"][rows] = self._flags[slots] | np.where(held, FLAG_HOLD_STOPS, 0)
