@@ -88,8 +88,7 @@ class PrefillChunk:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class PageUpdate:
+class PageUpdate(NamedTuple):
     """Pages written into a slot's page table from index `first` on; order is token order."""
 
     slot: int
@@ -153,9 +152,12 @@ class StepResult:
     prefill_tokens: tuple[int, ...]
 
 
-class TokenEvent(NamedTuple):
-    """One sampled token of a live request, or its end. A tuple, as there is one per token: a frozen dataclass
-    takes five times as long to make.
+@dataclass(slots=True)
+class TokenEvent:
+    """One sampled token of a live request, or its end.
+
+    Not frozen, as there is one per token and a frozen dataclass takes several times as long to make; nobody
+    changes it all the same.
 
     Attributes:
       token_id: the token; None for an end without a token (abort, expiry, max_tokens 0).

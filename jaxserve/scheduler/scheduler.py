@@ -185,7 +185,6 @@ class Scheduler(SchedulerState):
             pages=tuple(pages),
             preempted=tuple(self._preempted),
         )
-        self._depart_decoding(decoding)
         for sequence, size in chosen:
             self._depart(sequence, size, now)
         if not plan.empty:
@@ -353,7 +352,10 @@ class Scheduler(SchedulerState):
         return placements, pages
 
     def _decode_rows(self, decoding: Collection[Sequence], pages: list[PageUpdate]) -> DecodeRows:
-        """A row for each; counts its token as written."""
+        """A row for each; counts its token as written, and frees the slots of those that need no more rows.
+
+        What `_chunk` and `_depart` do for a prompt, in one loop: its body runs once per slot in every iteration.
+        """
         rows = DecodeRows(
             tuple([sequence.request_id for sequence in decoding]),
             tuple([sequence.slot for sequence in decoding]),
@@ -361,10 +363,14 @@ class Scheduler(SchedulerState):
         )
         page_size = self.config.page_size
         for sequence, position in zip(decoding, rows.positions, strict=True):
-            if position % page_size:  # its last page has room
-                sequence.num_scheduled = position + 1
-            else:
-                self._advance(sequence, 1, pages)
+            sequence.num_in_flight += 1
+            sequence.num_scheduled = num_scheduled = position + 1
+            if not position % page_size:  # its pages are full
+                self._take_pages(sequence, 1, pages)
+            if num_scheduled >= sequence.num_kv_tokens:
+                self._vacate(sequence)
+        if self._order.counters is not None:
+            self._order.counters.charge_outputs(decoding)
         return rows
 
     def _chunk(self, sequence: Sequence, size: int, pages: list[PageUpdate]) -> PrefillChunk:

@@ -7,7 +7,6 @@ reservation and queue consistent with each other, so the decisions can be read w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxserve.config import SchedulerConfig
@@ -251,25 +250,19 @@ class SchedulerState:
         if sequence.fully_scheduled:
             self._vacate(sequence)
 
-    def _depart_decoding(self, sequences: Iterable[Sequence]) -> None:
-        """`_depart` for decode rows: a token each, and never the first row of a sequence."""
-        if self._order.counters is not None:
-            self._order.counters.charge_outputs(sequences)
-        for sequence in sequences:
-            sequence.num_in_flight += 1
-            if sequence.num_scheduled >= sequence.num_kv_tokens:
-                self._vacate(sequence)
-
     def _advance(self, sequence: Sequence, num_tokens: int, pages: list[PageUpdate]) -> None:
         """Counts tokens as written and gives the sequence the pages they go to."""
         sequence.num_scheduled += num_tokens
-        held = len(sequence.pages)
-        lacking = -(-sequence.num_scheduled // self.config.page_size) - held
+        lacking = -(-sequence.num_scheduled // self.config.page_size) - len(sequence.pages)
         if lacking > 0:
-            self._reservation.take(sequence, lacking)
-            new = self._pages.allocate(lacking)
-            sequence.pages += new
-            pages.append(PageUpdate(sequence.slot, held, tuple(new)))
+            self._take_pages(sequence, lacking, pages)
+
+    def _take_pages(self, sequence: Sequence, count: int, pages: list[PageUpdate]) -> None:
+        """Turns `count` promised pages into held ones; the plan tells the device."""
+        self._reservation.take(sequence, count)
+        new = self._pages.allocate(count)
+        pages.append(PageUpdate(sequence.slot, len(sequence.pages), tuple(new)))
+        sequence.pages += new
 
     def _release_pages(self, sequence: Sequence) -> None:
         """Gives back promises at once, and pages as soon as no step in flight can touch them."""
