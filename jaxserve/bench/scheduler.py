@@ -37,9 +37,7 @@ STEP_S = 0.02
 """Pretended duration of a step: the scheduler is told the time, it never looks."""
 
 COLUMNS = (
-    Column("policy", "policy"),
-    Column("reservation", "reservation"),
-    Column("prefix_cache", "prefix cache"),
+    Column("setting", "setting"),
     Column("running", "running", "d"),
     Column("waiting", "waiting", "d"),
     Column("schedule_us", "schedule us", ".0f"),
@@ -86,8 +84,8 @@ def measure(
 
     Returns:
       Medians over iterations; `total_p99_us` is their 99th percentile. `calls` are function calls, of Python and
-      of C, per iteration: a figure that other work on the machine does not change. `mean_running` tells whether
-      the slots were full.
+      of C, mean per iteration: a figure that other work on the machine does not change. `mean_running` tells
+      whether the slots were full. `setting` names what is not the default.
     """
     state = SteadyState(running, waiting, policy=policy, reservation=reservation, prefix_cache=prefix_cache)
     gc.collect()  # of the setting before
@@ -97,9 +95,10 @@ def measure(
     parts = dict(zip(("schedule_us", "tables_us", "update_us"), zip(*laps, strict=True), strict=True))
     totals = [sum(lap) for lap in laps]
     return {
+        "setting": "prefix cache" if prefix_cache else reservation if reservation != RESERVATIONS[0] else policy,
         "policy": policy,
         "reservation": reservation,
-        "prefix_cache": "on" if prefix_cache else "off",
+        "prefix_cache": prefix_cache,
         "running": running,
         "waiting": waiting,
         **{name: 1e6 * statistics.median(times) for name, times in parts.items()},

@@ -26,7 +26,7 @@ from jaxserve.config.flag_table import FLAGS, Flag
 
 SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
-    "bench": "Measures speed. WHAT is the first argument: offline, decode_ratio or startup.",
+    "bench": "Measures speed. WHAT is the first argument: offline, decode_ratio, startup or scheduler.",
 }
 USAGES = {"server": "python -m jaxserve.server", "bench": "python -m jaxserve.bench WHAT"}
 _EXIT_USAGE = 2

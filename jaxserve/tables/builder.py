@@ -60,11 +60,14 @@ class TableBuilder:
         self._buckets = buckets
         self._layouts: dict[Bucket, TableLayout] = {}
         self._paddings: dict[Bucket, StepTables] = {}
-        slots = config.max_num_seqs
+        # With a last row or column for the scratch slot, so that padding is gathered like everything else.
+        slots = config.max_num_seqs + 1
         self._pages = np.zeros((slots, config.pages_per_seq), np.int32)
         # A row per field, as in the blobs.
         self._ints = np.zeros((len(SAMPLING_INTS), slots), np.int32)
         self._floats = np.zeros((len(SAMPLING_FLOATS), slots), np.float32)
+        for name in ("top_p", "repetition_penalty"):
+            self._floats[SAMPLING_FLOATS.index(name), self._scratch_slot] = 1.0
         self._flags = np.zeros(slots, np.int32)
         # First write index at which stop ids are allowed again: prompt length + min_tokens.
         self._stops_held_below = np.zeros(slots, np.int32)
@@ -116,10 +119,10 @@ class TableBuilder:
         )
         tables = self.empty(bucket)
         fields = self.layout(bucket).unpack(tables.ints, tables.floats)
-        if plan.decode:
-            self._fill_decode(plan.decode, tables, fields)
-        if plan.prefill:
-            self._fill_prefill(plan.prefill, tables, fields)
+        self._fill_decode(plan.decode, fields)
+        self._fill_prefill(plan.prefill, fields, bucket)
+        self._fill_samples(tables, fields)
+        self._silence_prompts(plan.prefill, fields, bucket)
         return tables
 
     def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
@@ -145,63 +148,56 @@ class TableBuilder:
         )
         self._stops_held_below[slot] = request.num_prompt_tokens + params.min_tokens
 
-    def _fill_decode(self, decode: DecodeRows, tables: StepTables, fields: dict[str, NDArray[np.int32]]) -> None:
+    def _fill_decode(self, decode: DecodeRows, fields: dict[str, NDArray[np.int32]]) -> None:
         count = len(decode)
         slots = np.fromiter(decode.slots, np.int32, count)
         positions = np.fromiter(decode.positions, np.int32, count)
-        width = min(tables.bucket.table_width, self._pages.shape[1])
+        pages = fields["decode_pages"]
         fields["decode_position"][:count] = positions
-        fields["decode_slot"][:count] = slots
-        fields["decode_pages"][:count, :width] = self._pages[slots, :width]
-        self._fill_samples(tables, fields, slice(0, count), slots, positions + 1)
+        fields["decode_slot"][:count] = fields["slot"][:count] = slots
+        fields["sample_position"][:count] = positions + 1
+        pages[:count] = self._pages[slots, : pages.shape[1]]
 
     def _fill_prefill(
-        self, chunks: tuple[PrefillChunk, ...], tables: StepTables, fields: dict[str, NDArray[np.int32]]
+        self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket
     ) -> None:
-        count, bucket = len(chunks), tables.bucket
-        slots = np.fromiter((chunk.slot for chunk in chunks), np.int32, count)
-        lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, count)
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
-        ends = np.cumsum(lengths)
-        total = int(ends[-1])
-        fields["prefill_tokens"][:total] = np.fromiter(
-            chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, total
-        )
-        fields["prefill_row"][:total] = np.repeat(np.arange(count, dtype=np.int32), lengths)
-        fields["prefill_position"][:total] = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
-        fields["prefill_starts"][1 : count + 1] = ends
-        fields["prefill_starts"][count + 1 :] = total
-        fields["prefill_context"][:count] = starts + lengths
-        width = min(bucket.table_width, self._pages.shape[1])
-        fields["prefill_pages"][:count, :width] = self._pages[slots, :width]
-        rows = slice(bucket.decode_rows, bucket.decode_rows + count)
-        self._fill_samples(tables, fields, rows, slots, starts + lengths)
+        first = 0
         for index, chunk in enumerate(chunks):
-            row = bucket.decode_rows + index
+            row, last = bucket.decode_rows + index, first + len(chunk.token_ids)
+            fields["prefill_tokens"][first:last] = chunk.token_ids
+            fields["prefill_position"][first:last] = np.arange(chunk.start, chunk.end)
+            fields["prefill_row"][first:last] = index
+            fields["prefill_starts"][index + 1 :] = last
+            fields["prefill_context"][index] = fields["sample_position"][row] = chunk.end
+            fields["prefill_pages"][index] = self._pages[chunk.slot, : bucket.table_width]
+            fields["slot"][row] = chunk.slot
+            first = last
+
+    def _fill_samples(self, tables: StepTables, fields: dict[str, NDArray[np.int32]]) -> None:
+        """What depends on the slot alone, for decode and prefill rows at once; padding is the scratch slot's."""
+        slots = fields["slot"]
+        ints, floats = self.layout(tables.bucket).sampling(tables.ints, tables.floats)
+        # Every slot is in range; with any other mode `take` would fill a buffer and copy it to `out`.
+        self._ints.take(slots, axis=1, out=ints, mode="clip")
+        self._floats.take(slots, axis=1, out=floats, mode="clip")
+        held = fields["sample_position"] < self._stops_held_below[slots]
+        np.bitwise_or(self._flags[slots], held * np.int32(FLAG_HOLD_STOPS), out=fields["flags"])
+
+    def _silence_prompts(
+        self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket
+    ) -> None:
+        """Chunks short of their prompts' ends keep no token; where scores are wanted, the tokens to be scored."""
+        first = 0
+        for row, chunk in enumerate(chunks, bucket.decode_rows):
             if not chunk.emits:
                 fields["flags"][row] &= FLAG_PROMPT_LOGPROBS
                 fields["slot"][row] = self._scratch_slot
             if fields["flags"][row] & FLAG_PROMPT_LOGPROBS:
-                self._fill_targets(chunk, fields["prefill_target"][ends[index] - lengths[index] : ends[index]])
+                self._fill_targets(chunk, fields["prefill_target"][first:])
+            first += len(chunk.token_ids)
 
     def _fill_targets(self, chunk: PrefillChunk, targets: NDArray[np.int32]) -> None:
         request = self._requests[chunk.slot]
         assert request is not None, f"slot {chunk.slot} has no request"
-        following = request.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+        following = request.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
         targets[: len(following)] = following
-
-    def _fill_samples(
-        self,
-        tables: StepTables,
-        fields: dict[str, NDArray[np.int32]],
-        rows: slice,
-        slots: NDArray[np.int32],
-        positions: NDArray[np.int32],
-    ) -> None:
-        fields["slot"][rows] = slots
-        fields["sample_position"][rows] = positions
-        ints, floats = self.layout(tables.bucket).sampling(tables.ints, tables.floats)
-        ints[:, rows] = self._ints.take(slots, axis=1)
-        floats[:, rows] = self._floats.take(slots, axis=1)
-        held = positions < self._stops_held_below[slots]
-        fields["flags"][rows] = self._flags[slots] | np.where(held, FLAG_HOLD_STOPS, 0)
