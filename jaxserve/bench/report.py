@@ -72,8 +72,9 @@ def device_name() -> str:
 def machine() -> dict[str, Any]:
     """What the figures were measured on.
 
-    Nothing of devices is there for a measurement that did not load jax. `load_average` is of the last 1, 5 and 15 minutes at the end, the measurement's own share included: far above
-    the number of cores, something else ran beside it.
+    Nothing of devices is there for a measurement that did not load jax. `load_average` is of the last 1, 5 and 15
+    minutes at the end, the measurement's own share included: far above the number of cores, something else ran
+    beside it.
     """
     jax = _jax()
     devices = {}

@@ -17,6 +17,8 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from absl.flags import FlagValues
@@ -45,7 +47,7 @@ COLUMNS = (
     Column("update_us", "update us", ".0f"),
     Column("total_us", "total us", ".0f"),
     Column("total_p99_us", "p99 us", ".0f"),
-    Column("calls", "calls", ".0f"),
+    Column("operations", "calls, loops", ".0f"),
 )
 
 
@@ -83,15 +85,16 @@ def measure(
     """Times iterations of one setting.
 
     Returns:
-      Medians over iterations; `total_p99_us` is their 99th percentile. `calls` are function calls, of Python and
-      of C, mean per iteration: a figure that other work on the machine does not change. `mean_running` tells
-      whether the slots were full. `setting` names what is not the default.
+      Medians over iterations; `total_p99_us` is their 99th percentile. `operations` are counted, see
+      `counted_operations`, mean of some. `mean_running` tells whether the slots were full. `setting` names what is
+      not the default.
     """
     state = SteadyState(running, waiting, policy=policy, reservation=reservation, prefix_cache=prefix_cache)
     gc.collect()  # of the setting before
     state.warm_up()
     laps = [state.step() for _ in range(iterations)]
-    calls = state.calls_of(min(iterations, 50))
+    with counted_operations() as clock:
+        operations = [sum(state.step(clock)) for _ in range(min(iterations, 50))]
     parts = dict(zip(("schedule_us", "tables_us", "update_us"), zip(*laps, strict=True), strict=True))
     totals = [sum(lap) for lap in laps]
     return {
@@ -104,7 +107,7 @@ def measure(
         **{name: 1e6 * statistics.median(times) for name, times in parts.items()},
         "total_us": 1e6 * statistics.median(totals),
         "total_p99_us": 1e6 * sorted(totals)[int(0.99 * (len(totals) - 1))],
-        "calls": statistics.mean(calls),
+        "operations": statistics.mean(operations),
         "mean_running": state.mean_running,
     }
 
@@ -168,21 +171,24 @@ class SteadyState:
             self.step()
         self._running = []
 
-    def step(self) -> tuple[float, float, float]:
+    def step(self, clock: Callable[[], float] = time.thread_time) -> tuple[float, float, float]:
         """One iteration; as many requests arrive as ended in it.
 
+        Args:
+          clock: what is measured, by its readings.
+
         Returns:
-          Seconds of `schedule`, of the tables and of `update`. Arrivals are not timed.
+          How far the clock went on in `schedule`, the tables and `update`; not in arrivals.
         """
-        began = time.thread_time()
+        began = clock()
         plan = self.scheduler.schedule(self._now)
-        scheduled = time.thread_time()
+        scheduled = clock()
         self._builder.build(plan, self._requests.__getitem__)
-        built = time.thread_time()
+        built = clock()
         result = self._tokens(plan)
-        answered = time.thread_time()
+        answered = clock()
         events = self.scheduler.update(plan, result, self._now + STEP_S)
-        updated = time.thread_time()
+        updated = clock()
         self._now += STEP_S
         self._running.append(len(plan.decode) + len(plan.prefill))
         for event in events:
@@ -190,22 +196,6 @@ class SteadyState:
                 del self._requests[event.request_id]
                 self._arrive(self._draw_output())
         return scheduled - began, built - scheduled, updated - answered
-
-    def calls_of(self, iterations: int) -> list[int]:
-        """Function calls of `schedule`, of the tables and of `update` together, per iteration."""
-        counts = []
-        for _ in range(iterations):
-            counts.append(0)
-
-            def count(frame: Any, event: str, argument: Any) -> None:
-                counts[-1] += event in ("call", "c_call")
-
-            sys.setprofile(count)
-            try:
-                self.step()
-            finally:
-                sys.setprofile(None)
-        return counts
 
     def _draw_output(self) -> int:
         return self._rng.randint(OUTPUT_TOKENS // 2, OUTPUT_TOKENS)
@@ -233,3 +223,33 @@ class SteadyState:
     def _tokens(plan: StepPlan) -> StepResult:
         """What a device would answer: tokens that stop nobody."""
         return StepResult((1000,) * len(plan.decode), (1000,) * len(plan.prefill))
+
+
+@contextmanager
+def counted_operations() -> Iterator[Callable[[], int]]:
+    """Counts what Python executes: calls, of its functions and of C's, and rounds of loops.
+
+    Counts repeat from run to run and from machine to machine, as times do not. What a C function does inside is
+    one call, so a `sorted` of everything is not seen.
+
+    Yields:
+      A clock that counts.
+    """
+    events = sys.monitoring.events
+    tool, count = sys.monitoring.PROFILER_ID, 0
+
+    def one_more(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    sys.monitoring.use_tool_id(tool, "jaxserve.bench")
+    try:
+        for event in (events.CALL, events.JUMP):
+            sys.monitoring.register_callback(tool, event, one_more)
+        sys.monitoring.set_events(tool, events.CALL | events.JUMP)
+        yield lambda: count
+    finally:
+        sys.monitoring.set_events(tool, 0)
+        for event in (events.CALL, events.JUMP):
+            sys.monitoring.register_callback(tool, event, None)
+        sys.monitoring.free_tool_id(tool)

@@ -156,7 +156,12 @@ FLAGS: tuple[Flag, ...] = (
         ("runs", _COUNT, 3, "runs of each figure; the median is reported"),
         ("policies", ListParser(ChoiceParser(POLICIES)), POLICIES, "scheduler: orders of the waiting queue to measure"),
         ("running", _COUNTS, (8, 64, 256, 1024), "scheduler: numbers of running requests to measure"),
-        ("waiting", ListParser(IntParser(low=0)), (0, 1000, 100_000), "scheduler: numbers of waiting requests to measure"),
+        (
+            "waiting",
+            ListParser(IntParser(low=0)),
+            (0, 1000, 100_000),
+            "scheduler: numbers of waiting requests to measure",
+        ),
         ("iterations", _COUNT, 500, "scheduler: iterations of each figure; the median is reported"),
         ("output", _TEXT, None, "write the figures to this file, as JSON"),
         ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged"),

@@ -69,15 +69,16 @@ from typing import Any
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection, Request
 from jaxserve.scheduler import admission
-from jaxserve.scheduler.plan import DecodeRows, PageUpdate, Placement, PrefillChunk, StepPlan, StepResult, TokenEvent
+from jaxserve.scheduler.plan import StepPlan, StepResult, TokenEvent
 from jaxserve.scheduler.prompt_choice import PromptChoice
+from jaxserve.scheduler.row_planner import RowPlanner
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
-from jaxserve.scheduler.state import Flight, SchedulerState
+from jaxserve.scheduler.state import Flight
 from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.trace import TraceRecorder
 
 
-class Scheduler(SchedulerState):
+class Scheduler(RowPlanner):
     """Plans iterations for one engine.
 
     Args:
@@ -176,7 +177,7 @@ class Scheduler(SchedulerState):
             prompts = [sequence for sequence in running if sequence.num_scheduled < sequence.num_prefill_tokens]
             chosen = self._prompts.choose(prompts, len(decoding))
         rows = self._decode_rows(decoding, pages)
-        chunks = [self._chunk(sequence, size, pages) for sequence, size in chosen]
+        chunks = [self._chunk(sequence, size, pages, now) for sequence, size in chosen]
         plan = StepPlan(
             iteration=self._num_plans,
             decode=rows,
@@ -185,8 +186,6 @@ class Scheduler(SchedulerState):
             pages=tuple(pages),
             preempted=tuple(self._preempted),
         )
-        for sequence, size in chosen:
-            self._depart(sequence, size, now)
         if not plan.empty:
             self._in_flight.append(Flight(plan, now, decoding, [sequence for sequence, _ in chosen]))
             self._preempted = []
@@ -337,52 +336,6 @@ class Scheduler(SchedulerState):
                     starved.append(sequence)
                     break
         return starved
-
-    # Planning
-
-    def _new_placements(self) -> tuple[list[Placement], list[PageUpdate]]:
-        """Of the requests that took a slot since the last plan, with the pages they bring along."""
-        placements, pages = [], []
-        for slot, sequence in self._unplaced.items():
-            outputs = len(sequence.output_token_ids)
-            placements.append(Placement(sequence.request_id, slot, outputs, sequence.last_token_id))
-            if sequence.pages:
-                pages.append(PageUpdate(slot, 0, tuple(sequence.pages)))
-        self._unplaced = {}
-        return placements, pages
-
-    def _decode_rows(self, decoding: Collection[Sequence], pages: list[PageUpdate]) -> DecodeRows:
-        """A row for each; counts its token as written, and frees the slots of those that need no more rows.
-
-        What `_chunk` and `_depart` do for a prompt, in one loop: its body runs once per slot in every iteration.
-        """
-        rows = DecodeRows(
-            tuple([sequence.request_id for sequence in decoding]),
-            tuple([sequence.slot for sequence in decoding]),
-            tuple([sequence.num_scheduled for sequence in decoding]),
-        )
-        page_size = self.config.page_size
-        for sequence, position in zip(decoding, rows.positions, strict=True):
-            sequence.num_in_flight += 1
-            sequence.num_scheduled = num_scheduled = position + 1
-            if not position % page_size:  # its pages are full
-                self._take_pages(sequence, 1, pages)
-            if num_scheduled >= sequence.num_kv_tokens:
-                self._vacate(sequence)
-        if self._order.counters is not None:
-            self._order.counters.charge_outputs(decoding)
-        return rows
-
-    def _chunk(self, sequence: Sequence, size: int, pages: list[PageUpdate]) -> PrefillChunk:
-        start, end = sequence.num_scheduled, sequence.num_scheduled + size
-        self._advance(sequence, size, pages)
-        return PrefillChunk(
-            request_id=sequence.request_id,
-            slot=sequence.slot,
-            start=start,
-            token_ids=sequence.token_ids(start, end),
-            emits=end == sequence.num_prefill_tokens and sequence.request.max_tokens > 0,
-        )
 
     # Ending
 

@@ -16,7 +16,7 @@ from jaxserve.scheduler.counters import Counters, DepartureRate
 from jaxserve.scheduler.length_estimator import LengthEstimator
 from jaxserve.scheduler.orders import ORDERS
 from jaxserve.scheduler.page_allocator import PageAllocator
-from jaxserve.scheduler.plan import PageUpdate, StepPlan
+from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.prefix_cache import page_name, root_of
 from jaxserve.scheduler.reservations import RESERVATIONS
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
@@ -239,30 +239,6 @@ class SchedulerState:
             victim.restarted = True
             self._release_pages(victim)
         self._waiting.push(victim)
-
-    def _depart(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """A row of it is in a plan; after its last one the slot is the next plan's to use."""
-        sequence.num_in_flight += 1
-        if sequence.first_scheduled_at is None:
-            sequence.first_scheduled_at = now
-        if self._order.counters is not None:
-            self._order.counters.charge(sequence, num_tokens)
-        if sequence.fully_scheduled:
-            self._vacate(sequence)
-
-    def _advance(self, sequence: Sequence, num_tokens: int, pages: list[PageUpdate]) -> None:
-        """Counts tokens as written and gives the sequence the pages they go to."""
-        sequence.num_scheduled += num_tokens
-        lacking = -(-sequence.num_scheduled // self.config.page_size) - len(sequence.pages)
-        if lacking > 0:
-            self._take_pages(sequence, lacking, pages)
-
-    def _take_pages(self, sequence: Sequence, count: int, pages: list[PageUpdate]) -> None:
-        """Turns `count` promised pages into held ones; the plan tells the device."""
-        self._reservation.take(sequence, count)
-        new = self._pages.allocate(count)
-        pages.append(PageUpdate(sequence.slot, len(sequence.pages), tuple(new)))
-        sequence.pages += new
 
     def _release_pages(self, sequence: Sequence) -> None:
         """Gives back promises at once, and pages as soon as no step in flight can touch them."""

@@ -87,7 +87,9 @@ def test_stop_ids_are_held_off_until_min_tokens_are_out():
     request = Request("a", (1, 2, 3), SamplingParams(min_tokens=2, max_tokens=9))
     held = []
     for position in (3, 4, 5):
-        plan = StepPlan(iteration=0, decode=DecodeRows.of([DecodeRow("a", 0, position - 1)]), placements=(Placement("a", 0, 0, -1),))
+        plan = StepPlan(
+            iteration=0, decode=DecodeRows.of([DecodeRow("a", 0, position - 1)]), placements=(Placement("a", 0, 0, -1),)
+        )
         _, fields = build(plan, {"a": request})
         assert fields["flags"][0] & FLAG_EDITS
         held.append(bool(fields["flags"][0] & FLAG_HOLD_STOPS))
