@@ -56,7 +56,7 @@ What may never happen
 - A queue beyond a bound; a live request in no state or in two.
 - offered ≠ completed + rejected + expired + aborted + failed + live.
 - Work in an iteration that grows with the queue's length.
-`check_invariants` asserts these after every step of every test.
+`check_invariants` asserts these after every step of every test; `test_work_per_iteration` counts the work.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Scheduler(RowPlanner):
         running: Collection[Sequence] = self._running.values()
         if starved:
             running = [sequence for sequence in running if sequence not in starved]
-        # Compared here and not by `decode_ready`, which would be a call per slot.
+        # `decode_ready`, compared in place: a call per slot and iteration would show.
         decoding = [sequence for sequence in running if sequence.num_scheduled >= sequence.num_prefill_tokens]
         chosen: list[tuple[Sequence, int]] = []
         if len(decoding) < len(running):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request
-from jaxserve.scheduler.plan import DecodeRows, PrefillChunk, StepPlan
+from jaxserve.scheduler.plan import PrefillChunk, StepPlan
 from jaxserve.tables.buckets import Bucket, BucketTable
 from jaxserve.tables.layout import (
     FLAG_EDITS,
@@ -112,13 +112,14 @@ class TableBuilder:
         """
         self._apply(plan, request_of)
         tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
-        longest = max(max(plan.decode.positions, default=-1) + 1, max((c.end for c in plan.prefill), default=0))
+        positions = np.fromiter(plan.decode.positions, np.int32, len(plan.decode))
+        longest = max(int(positions.max(initial=-1)) + 1, *(chunk.end for chunk in plan.prefill), 0)
         bucket = self._buckets.choose(
             decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size)
         )
         tables = self.empty(bucket)
         fields = self.layout(bucket).unpack(tables.ints, tables.floats)
-        self._fill_decode(plan.decode, fields)
+        self._fill_decode(plan.decode.slots, positions, fields)
         self._fill_prefill(plan.prefill, fields, bucket)
         self._fill_samples(tables, fields)
         self._silence_prompts(plan.prefill, fields, bucket)
@@ -127,9 +128,15 @@ class TableBuilder:
     def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
         for placement in plan.placements:
             self._place(placement.slot, request_of(placement.request_id))
-        for update in plan.pages:
-            end = update.first + len(update.page_ids)
-            self._pages[update.slot, update.first : end] = update.page_ids
+        grown = []
+        for slot, first, page_ids in plan.pages:
+            if len(page_ids) == 1:
+                grown.append((slot, first, page_ids[0]))
+            else:
+                self._pages[slot, first : first + len(page_ids)] = page_ids
+        if grown:  # most updates: a page per slot whose last one is full, written in one go
+            slots, indices, pages = zip(*grown, strict=True)
+            self._pages[slots, indices] = pages
 
     def _place(self, slot: int, request: Request) -> None:
         params = request.params
@@ -147,10 +154,11 @@ class TableBuilder:
         )
         self._stops_held_below[slot] = request.num_prompt_tokens + params.min_tokens
 
-    def _fill_decode(self, decode: DecodeRows, fields: dict[str, NDArray[np.int32]]) -> None:
-        count = len(decode)
-        slots = np.fromiter(decode.slots, np.int32, count)
-        positions = np.fromiter(decode.positions, np.int32, count)
+    def _fill_decode(
+        self, of_rows: tuple[int, ...], positions: NDArray[np.int32], fields: dict[str, NDArray[np.int32]]
+    ) -> None:
+        count = len(of_rows)
+        slots = np.fromiter(of_rows, np.int32, count)
         pages = fields["decode_pages"]
         fields["decode_position"][:count] = positions
         fields["decode_slot"][:count] = fields["slot"][:count] = slots
