@@ -55,7 +55,7 @@ def report(
     for result in results:
         table.add_row(*(format(result[column.key], column.format) for column in columns))
     # Wide enough for every column also where there is no terminal to ask.
-    Console(width=max(Console().width, 100)).print(table)
+    Console(width=max(Console().width, 120)).print(table)
     if output:
         document = {"what": what, "machine": machine(), "settings": settings, "results": list(results)}
         Path(output).write_text(json.dumps(document, indent=2) + "\n")
