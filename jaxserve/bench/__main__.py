@@ -8,7 +8,7 @@ from importlib import import_module
 
 from jaxserve.config.flags import exit_with, parse_flags
 
-MEASUREMENTS = ("offline", "decode_ratio", "startup")
+MEASUREMENTS = ("offline", "decode_ratio", "startup", "scheduler")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parse_flags("bench", [argv[0], *argv[1 if what is None else 2 :]])
     if what is None:
         exit_with(f"say first what to measure: {', '.join(MEASUREMENTS)}")
-    # Imported only now: a wrong flag is answered before jax has loaded.
+    # Imported only now: a wrong flag is answered before jax has loaded, and some measurements do without it.
     measurement = import_module(f"jaxserve.bench.{what}")
     try:
         measurement.run(flags)

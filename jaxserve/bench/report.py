@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +55,7 @@ def report(
     for result in results:
         table.add_row(*(format(result[column.key], column.format) for column in columns))
     # Wide enough for every column also where there is no terminal to ask.
-    Console(width=max(Console().width, 100)).print(table)
+    Console(width=max(Console().width, 120)).print(table)
     if output:
         document = {"what": what, "machine": machine(), "settings": settings, "results": list(results)}
         Path(output).write_text(json.dumps(document, indent=2) + "\n")
@@ -63,24 +63,37 @@ def report(
 
 def device_name() -> str:
     """The kind of the default device, with the count of cores where that says more."""
-    device = jax.devices()[0]
-    return f"cpu, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
+    jax = _jax()
+    if jax is None or jax.default_backend() == "cpu":
+        return f"cpu, {os.cpu_count()} cores"
+    return str(jax.devices()[0].device_kind)
 
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on.
 
-    `load_average` is of the last 1, 5 and 15 minutes at the end, the measurement's own share included: far above
-    the number of cores, something else ran beside it.
+    Nothing of devices is there for a measurement that did not load jax. `load_average` is of the last 1, 5 and 15
+    minutes at the end, the measurement's own share included: far above the number of cores, something else ran
+    beside it.
     """
-    return {
-        "device": jax.devices()[0].device_kind,
-        "platform": jax.default_backend(),
-        "num_devices": jax.device_count(),
+    jax = _jax()
+    devices = {}
+    if jax is not None:
+        devices = {
+            "device": jax.devices()[0].device_kind,
+            "platform": jax.default_backend(),
+            "num_devices": jax.device_count(),
+            "jax": version("jax"),
+        }
+    return devices | {
         "cpu_cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
-        "jax": version("jax"),
         "jaxserve": jaxserve.__version__,
     }
+
+
+def _jax() -> Any:
+    """jax where the measurement loaded it, else None: it need not be loaded to say that it was not used."""
+    return sys.modules.get("jax")

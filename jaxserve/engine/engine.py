@@ -284,7 +284,7 @@ class Engine:
     def _count(self, plan: StepPlan, output: StepOutput, events: list[TokenEvent]) -> None:
         stats = self.stats
         stats.iterations += 1
-        stats.slot_steps += len({row.slot for row in plan.decode} | {chunk.slot for chunk in plan.prefill})
+        stats.slot_steps += len(set(plan.decode.slots) | {chunk.slot for chunk in plan.prefill})
         stats.tokens += plan.num_tokens
         stats.padded_tokens += output.bucket.decode_rows + output.bucket.prefill_tokens
         stats.output_tokens += sum(event.token_id is not None for event in events)

@@ -6,6 +6,7 @@ Start with `scheduler.py`, whose first screen states the rules; `plan.py` is wha
 from jaxserve.scheduler.counters import Counters
 from jaxserve.scheduler.plan import (
     DecodeRow,
+    DecodeRows,
     PageUpdate,
     Placement,
     PrefillChunk,
@@ -21,6 +22,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Counters",
     "DecodeRow",
+    "DecodeRows",
     "PageUpdate",
     "Placement",
     "PrefillChunk",

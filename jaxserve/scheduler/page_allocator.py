@@ -30,6 +30,7 @@ class PageAllocator:
         self.cache = PrefixCache()
         self._free = list(range(1, num_pages))  # ascending, hence a heap
         self._num_owners = [0] * num_pages
+        self._num_shared = 0  # pages with several owners
 
     @property
     def num_free(self) -> int:
@@ -53,10 +54,13 @@ class PageAllocator:
 
     def allocate(self, count: int) -> list[int]:
         """Takes pages: the lowest free ones, then cached ones. The caller was promised them: they exist."""
-        assert count <= self.num_available, f"{count} pages asked for, {self.num_available} available"
-        pages = [heapq.heappop(self._free) if self._free else self.cache.evict() for _ in range(count)]
+        free, owners = self._free, self._num_owners
+        assert count <= len(free) or count <= self.num_available, (
+            f"{count} pages asked for, {self.num_available} available"
+        )
+        pages = [heapq.heappop(free) if free else self.cache.evict() for _ in range(count)]
         for page in pages:
-            self._num_owners[page] = 1
+            owners[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -65,12 +69,14 @@ class PageAllocator:
             if not self._num_owners[page]:
                 self.cache.revive(page)
             self._num_owners[page] += 1
+            self._num_shared += self._num_owners[page] == 2
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes one owner from each; the last ones of a sequence become the first to be evicted."""
         for page in reversed(pages):
             assert self._num_owners[page] > 0, f"page {page} is released and has no owner"
             self._num_owners[page] -= 1
+            self._num_shared -= self._num_owners[page] == 1
             if not self._num_owners[page] and not self.cache.retire(page):
                 heapq.heappush(self._free, page)
 
@@ -78,10 +84,13 @@ class PageAllocator:
         """Sequences that hold `page`."""
         return self._num_owners[page]
 
-    def num_private(self, pages: Iterable[int], shared: Collection[int] = ()) -> int:
+    def num_private(self, pages: Sequence[int], shared: Collection[int] = ()) -> int:
         """How many of `pages` have a single owner and are not among `shared`, about to have another."""
+        if not self._num_shared and not shared:
+            return len(pages)
         owners = self._num_owners
-        return sum(1 for page in pages if owners[page] == 1 and page not in shared)
+        private = list(map(owners.__getitem__, pages)).count(1)
+        return private - sum(owners[page] == 1 for page in shared if page in pages)
 
     def num_unowned(self, pages: Iterable[int]) -> int:
         """How many of `pages` are cached and would stop being available if they were shared."""

@@ -45,7 +45,10 @@ def peak_of_additional_pages(
         whole, rest = divmod(grown, size)
         # Each of them ends in a page begun, unless it is exactly full, and in one more if the rest overflows it.
         begun = count - (num_by_remainder[0] if rest == 0 else 0)
-        overflows = sum(num_by_remainder[size - rest + 1 :]) if rest else 0
-        needed = num_full + count * whole + begun + overflows
-        peak = max(peak, needed - num_held - returned)
+        additional = num_full + count * whole + begun - num_held - returned
+        # At most all of them overflow; most moments are out of the question without counting how many do.
+        if rest and additional + count > peak:
+            additional += sum(num_by_remainder[size - rest + 1 :])
+        if additional > peak:
+            peak = additional
     return peak

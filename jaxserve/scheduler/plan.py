@@ -7,7 +7,10 @@ no arrays, so a trace of plans is a complete record of an engine's decisions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import NamedTuple, overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,45 @@ class DecodeRow:
     request_id: str
     slot: int
     position: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows(Items[DecodeRow]):
+    """The decode rows of a plan, kept by column.
+
+    A plan has one per slot, in every iteration, and whoever reads them all wants columns: the tables fill
+    arrays, the trace lists ids. So the columns are what is stored, and a `DecodeRow` is made for those who
+    ask for one; making them all would cost more than deciding on them.
+    """
+
+    request_ids: tuple[str, ...] = ()
+    slots: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Iterable[DecodeRow]) -> DecodeRows:
+        """The same rows, by column."""
+        rows = tuple(rows)
+        return cls(
+            tuple(row.request_id for row in rows),
+            tuple(row.slot for row in rows),
+            tuple(row.position for row in rows),
+        )
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[DecodeRow]:
+        return map(DecodeRow, self.request_ids, self.slots, self.positions)
+
+    @overload
+    def __getitem__(self, index: int) -> DecodeRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> DecodeRows: ...
+    def __getitem__(self, index: int | slice) -> DecodeRow | DecodeRows:
+        if isinstance(index, slice):
+            return DecodeRows(self.request_ids[index], self.slots[index], self.positions[index])
+        return DecodeRow(self.request_ids[index], self.slots[index], self.positions[index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +82,13 @@ class PrefillChunk:
     token_ids: tuple[int, ...]
     emits: bool
 
+    @property
+    def end(self) -> int:
+        """One more than the write index of the last token."""
+        return self.start + len(self.token_ids)
 
-@dataclass(frozen=True, slots=True)
-class PageUpdate:
+
+class PageUpdate(NamedTuple):
     """Pages written into a slot's page table from index `first` on; order is token order."""
 
     slot: int
@@ -75,7 +121,7 @@ class StepPlan:
     """
 
     iteration: int
-    decode: tuple[DecodeRow, ...] = ()
+    decode: DecodeRows = DecodeRows()
     prefill: tuple[PrefillChunk, ...] = ()
     placements: tuple[Placement, ...] = ()
     pages: tuple[PageUpdate, ...] = ()
@@ -106,9 +152,12 @@ class StepResult:
     prefill_tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
     """One sampled token of a live request, or its end.
+
+    Not frozen, as there is one per token and a frozen dataclass takes several times as long to make; nobody
+    changes it all the same.
 
     Attributes:
       token_id: the token; None for an end without a token (abort, expiry, max_tokens 0).

@@ -16,7 +16,7 @@ the policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 
 from jaxserve.config import SchedulerConfig
@@ -55,7 +55,7 @@ class Reservation:
     def reserve(
         self,
         sequence: Sequence,
-        running: Iterable[Sequence],
+        running: Collection[Sequence],
         *,
         victim: Sequence | None = None,
         shared: Items[int] = (),
@@ -84,13 +84,14 @@ class Reservation:
     def take(self, sequence: Sequence, count: int) -> None:
         """`count` promised pages are in the sequence's hands."""
         assert count <= sequence.num_promised_pages, f"{sequence.request_id} takes pages that were not promised"
-        self._promise(sequence, -count)
+        sequence.num_promised_pages -= count
+        self.num_promised -= count
 
     def release(self, sequence: Sequence) -> None:
         """Takes every promise back."""
         self._promise(sequence, -sequence.num_promised_pages)
 
-    def _num_left(self, shared: Items[int], running: Iterable[Sequence], victim: Sequence | None) -> int:
+    def _num_left(self, shared: Items[int], running: Collection[Sequence], victim: Sequence | None) -> int:
         """Available pages once `shared` have an owner, less those that are left for others on purpose."""
         return self._pages.num_available - self._pages.num_unowned(shared)
 
@@ -133,8 +134,8 @@ class Optimistic(Reservation):
     def _tokens(self, sequence: Sequence) -> int:
         return min(sequence.num_prompt_tokens + len(sequence.output_token_ids) + 1, sequence.max_total_tokens)
 
-    def _num_left(self, shared: Items[int], running: Iterable[Sequence], victim: Sequence | None) -> int:
-        return super()._num_left(shared, running, victim) - sum(1 for other in running if other is not victim)
+    def _num_left(self, shared: Items[int], running: Collection[Sequence], victim: Sequence | None) -> int:
+        return super()._num_left(shared, running, victim) - (len(running) - (victim is not None))
 
 
 class Exact(Reservation):
@@ -150,15 +151,19 @@ class Exact(Reservation):
     def reserve(
         self,
         sequence: Sequence,
-        running: Iterable[Sequence],
+        running: Collection[Sequence],
         *,
         victim: Sequence | None = None,
         shared: Items[int] = (),
     ) -> bool:
-        """See `Reservation.reserve`. O(running log running)."""
+        """See `Reservation.reserve`. O(running log running), O(1) while the promises of all fit."""
         lacking = self._lacking(sequence, shared)
-        in_step = [other for other in running if other.decode_ready and other is not victim]
         left = self._num_left(shared, running, victim) - lacking
+        # No moment needs more than all promises together, and what the steps ahead may add to each sequence.
+        if self.num_promised + len(running) * self._pages_of(self._config.max_steps_ahead) <= left:
+            self._promise(sequence, lacking)
+            return True
+        in_step = [other for other in running if other.decode_ready and other is not victim]
         left -= self.num_promised - sum(other.num_promised_pages for other in in_step)
         if left < 0 or peak_of_additional_pages(in_step, frozenset(shared), self._pages, self._config) > left:
             return False

@@ -56,26 +56,29 @@ What may never happen
 - A queue beyond a bound; a live request in no state or in two.
 - offered ≠ completed + rejected + expired + aborted + failed + live.
 - Work in an iteration that grows with the queue's length.
-`check_invariants` asserts these after every step of every test.
+`check_invariants` asserts these after every step of every test; `test_work_per_iteration` counts the work.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection, Request
 from jaxserve.scheduler import admission
-from jaxserve.scheduler.plan import DecodeRow, PageUpdate, Placement, PrefillChunk, StepPlan, StepResult, TokenEvent
+from jaxserve.scheduler.plan import StepPlan, StepResult, TokenEvent
+from jaxserve.scheduler.prompt_choice import PromptChoice
+from jaxserve.scheduler.row_planner import RowPlanner
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
-from jaxserve.scheduler.state import Flight, SchedulerState
+from jaxserve.scheduler.state import Flight
 from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.trace import TraceRecorder
 
 
-class Scheduler(SchedulerState):
+class Scheduler(RowPlanner):
     """Plans iterations for one engine.
 
     Args:
@@ -88,6 +91,7 @@ class Scheduler(SchedulerState):
         super().__init__(config)
         self._events: list[TokenEvent] = []
         self._step_time = StepTimeModel()
+        self._prompts = PromptChoice(config, self._step_time)
         self._updated_at = -math.inf
         self._trace = TraceRecorder(self, trace) if trace else None
 
@@ -169,23 +173,25 @@ class Scheduler(SchedulerState):
         if not self._running:
             return StepPlan(self._num_plans)
         placements, pages = self._new_placements()
-        running = [sequence for sequence in self._running.values() if sequence not in starved]
-        decoding = [sequence for sequence in running if sequence.decode_ready]
-        rows = [self._decode_row(sequence, pages) for sequence in decoding]
-        chosen = self._choose_prompts(running, len(rows))
-        chunks = [self._chunk(sequence, size, pages) for sequence, size in chosen]
+        running: Collection[Sequence] = self._running.values()
+        if starved:
+            running = [sequence for sequence in running if sequence not in starved]
+        # `decode_ready`, compared in place: a call per slot and iteration would show.
+        decoding = [sequence for sequence in running if sequence.num_scheduled >= sequence.num_prefill_tokens]
+        chosen: list[tuple[Sequence, int]] = []
+        if len(decoding) < len(running):
+            prompts = [sequence for sequence in running if sequence.num_scheduled < sequence.num_prefill_tokens]
+            chosen = self._prompts.choose(prompts, len(decoding))
+        rows = self._decode_rows(decoding, pages)
+        chunks = [self._chunk(sequence, size, pages, now) for sequence, size in chosen]
         plan = StepPlan(
             iteration=self._num_plans,
-            decode=tuple(rows),
+            decode=rows,
             prefill=tuple(chunks),
             placements=tuple(placements),
             pages=tuple(pages),
             preempted=tuple(self._preempted),
         )
-        for sequence in decoding:
-            self._depart(sequence, 1, now)
-        for sequence, size in chosen:
-            self._depart(sequence, size, now)
         if not plan.empty:
             self._in_flight.append(Flight(plan, now, decoding, [sequence for sequence, _ in chosen]))
             self._preempted = []
@@ -209,14 +215,13 @@ class Scheduler(SchedulerState):
         num_prefill = plan.num_tokens - len(plan.decode)
         self._step_time.observe(len(plan.decode), num_prefill, now - max(flight.now, self._updated_at))
         self._updated_at = now
+        if self.config.enable_prefix_caching:
+            self._remember_written(flight)
+        prefill_tokens = zip(plan.prefill, result.prefill_tokens, strict=True)
+        emitted = [token if chunk.emits else None for chunk, token in prefill_tokens]
         events: list[TokenEvent] = []
-        decode = zip(flight.decode, plan.decode, result.decode_tokens, strict=True)
-        for row, (sequence, decoded, token) in enumerate(decode):
-            self._land(sequence, decoded.position + 1, token, "decode", row, now, events)
-        chunks = zip(flight.prefill, plan.prefill, result.prefill_tokens, strict=True)
-        for row, (sequence, chunk, token) in enumerate(chunks):
-            end = chunk.start + len(chunk.token_ids)
-            self._land(sequence, end, token if chunk.emits else None, "prefill", row, now, events)
+        self._land("decode", flight.decode, result.decode_tokens, now, events)
+        self._land("prefill", flight.prefill, emitted, now, events)
         if self._trace:
             self._trace.iteration(plan, flight.now, bucket)
         return events
@@ -338,66 +343,6 @@ class Scheduler(SchedulerState):
                     break
         return starved
 
-    # Planning
-
-    def _new_placements(self) -> tuple[list[Placement], list[PageUpdate]]:
-        """Of the requests that took a slot since the last plan, with the pages they bring along."""
-        placements, pages = [], []
-        for slot, sequence in self._unplaced.items():
-            outputs = len(sequence.output_token_ids)
-            cached = sequence.num_cached_tokens
-            placements.append(Placement(sequence.request_id, slot, outputs, sequence.last_token_id, cached))
-            if sequence.pages:
-                pages.append(PageUpdate(slot, 0, tuple(sequence.pages)))
-        self._unplaced = {}
-        return placements, pages
-
-    def _decode_row(self, sequence: Sequence, pages: list[PageUpdate]) -> DecodeRow:
-        row = DecodeRow(sequence.request_id, sequence.slot, position=sequence.num_scheduled)
-        self._advance(sequence, 1, pages)
-        return row
-
-    def _choose_prompts(self, running: Collection[Sequence], num_decode: int) -> list[tuple[Sequence, int]]:
-        """Who gets a chunk, in promotion order, and of how many tokens; as many as the budget reaches."""
-        config = self.config
-        budget = self._prefill_budget(num_decode)
-        chosen: list[tuple[Sequence, int]] = []
-        num_long = 0
-        for sequence in running:
-            if budget <= 0 or len(chosen) == config.max_prefill_seqs:
-                break
-            left = sequence.num_prefill_tokens - sequence.num_scheduled
-            if left <= 0:
-                continue
-            if 0 < config.long_prefill_token_threshold < left:
-                if num_long == config.max_long_prefills:
-                    continue
-                num_long += 1
-            size = min(left, config.prefill_chunk, budget)
-            chosen.append((sequence, size))
-            budget -= size
-        return chosen
-
-    def _prefill_budget(self, num_decode: int) -> int:
-        """Prompt tokens of this iteration: what decode rows leave of the budget, and of the step time."""
-        budget = self.config.max_num_batched_tokens - num_decode
-        if self.config.itl_target_s is None or not num_decode:
-            return budget
-        fitting = self._step_time.prefill_tokens_within(self.config.itl_target_s, num_decode)
-        # A page's worth at least: prompts go on under any target.
-        return budget if fitting is None else min(budget, max(fitting, self.config.page_size))
-
-    def _chunk(self, sequence: Sequence, size: int, pages: list[PageUpdate]) -> PrefillChunk:
-        start, end = sequence.num_scheduled, sequence.num_scheduled + size
-        self._advance(sequence, size, pages)
-        return PrefillChunk(
-            request_id=sequence.request_id,
-            slot=sequence.slot,
-            start=start,
-            token_ids=sequence.token_ids(start, end),
-            emits=end == sequence.num_prefill_tokens and sequence.request.max_tokens > 0,
-        )
-
     # Ending
 
     def _expire(self, now: float) -> None:
@@ -405,43 +350,38 @@ class Scheduler(SchedulerState):
             self._end_early(front[1], FinishReason.EXPIRED, now)
 
     def _land(
-        self,
-        sequence: Sequence,
-        num_written: int,
-        token: int | None,
-        source: str,
-        row: int,
-        now: float,
-        events: list[TokenEvent],
+        self, source: str, sequences: Items[Sequence], tokens: Items[int | None], now: float, events: list[TokenEvent]
     ) -> None:
-        """One row of a step came back.
+        """Rows of a step came back.
 
         Args:
-          num_written: tokens of it whose K and V are in its pages.
-          token: None for a chunk that emits nothing.
+          source: "decode" or "prefill".
+          sequences: one per row.
+          tokens: likewise; None for a chunk that emits nothing.
+          events: gets a row's token, its end, or both in one.
         """
-        sequence.num_in_flight -= 1
-        if sequence.finish_reason is not None:
-            self._release_pages(sequence)
-            return
-        if sequence.restarted:
-            self._release_pages(sequence)
-        elif self.config.enable_prefix_caching:
-            self._remember_pages(sequence, num_written)
-        reason: FinishReason | None = None
-        stop_token_id: int | None = None
-        if token is not None:
-            sequence.output_token_ids.append(token)
-            count = len(sequence.output_token_ids)
-            if token in sequence.stop_ids and count > sequence.request.params.min_tokens:
-                reason, stop_token_id = FinishReason.STOP, token
-            elif count == sequence.request.max_tokens:
-                reason = FinishReason.LENGTH
-        elif sequence.fully_scheduled and not sequence.num_in_flight and not sequence.restarted:
-            reason = FinishReason.LENGTH  # max_tokens is 0: the prompt's scores were all it asked for
-        if reason is not None:
-            self._end(sequence, reason, now)
-        if token is not None or reason is not None:
+        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            sequence.num_in_flight -= 1
+            if sequence.finish_reason is not None:
+                self._release_pages(sequence)
+                continue
+            if sequence.restarted:
+                self._release_pages(sequence)
+            reason: FinishReason | None = None
+            stop_token_id: int | None = None
+            if token is not None:
+                outputs = sequence.output_token_ids
+                outputs.append(token)
+                if token in sequence.stop_ids and len(outputs) > sequence.request.params.min_tokens:
+                    reason, stop_token_id = FinishReason.STOP, token
+                elif len(outputs) == sequence.max_tokens:
+                    reason = FinishReason.LENGTH
+            elif sequence.fully_scheduled and not sequence.num_in_flight and not sequence.restarted:
+                reason = FinishReason.LENGTH  # max_tokens is 0: the prompt's scores were all it asked for
+            if reason is not None:
+                self._end(sequence, reason, now)
+            elif token is None:
+                continue
             events.append(TokenEvent(sequence.request_id, token, source, row, reason, stop_token_id))
 
     def _end_early(self, sequence: Sequence, reason: FinishReason, now: float) -> None:

@@ -56,26 +56,26 @@ class Sequence:
     num_named_pages: int = 0
     first_scheduled_at: float | None = None
     finish_reason: FinishReason | None = None
+    # Copied from the request, because every iteration asks for them of every row.
+    request_id: str = field(init=False, repr=False)
     stop_ids: frozenset[int] = field(init=False, repr=False)
+    max_tokens: int = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False, repr=False)
     num_prefill_tokens: int = field(init=False, repr=False)
     num_kv_tokens: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
         self.stop_ids = self.request.stop_ids
+        self.max_tokens = self.request.max_tokens
         self.num_prompt_tokens = self.num_prefill_tokens = self.request.num_prompt_tokens
         # The last output token is sampled and never fed back, so its K/V is not written.
-        self.num_kv_tokens = self.num_prompt_tokens + max(self.request.max_tokens - 1, 0)
-
-    @property
-    def request_id(self) -> str:
-        """The request's id."""
-        return self.request.request_id
+        self.num_kv_tokens = self.num_prompt_tokens + max(self.max_tokens - 1, 0)
 
     @property
     def max_total_tokens(self) -> int:
         """Prompt and granted output: what the queue bound counts and admission sets aside."""
-        return self.num_prompt_tokens + self.request.max_tokens
+        return self.num_prompt_tokens + self.max_tokens
 
     @property
     def num_known_tokens(self) -> int:

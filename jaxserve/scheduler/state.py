@@ -16,7 +16,7 @@ from jaxserve.scheduler.counters import Counters, DepartureRate
 from jaxserve.scheduler.length_estimator import LengthEstimator
 from jaxserve.scheduler.orders import ORDERS
 from jaxserve.scheduler.page_allocator import PageAllocator
-from jaxserve.scheduler.plan import PageUpdate, StepPlan
+from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.prefix_cache import page_name, root_of
 from jaxserve.scheduler.reservations import RESERVATIONS
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
@@ -181,12 +181,21 @@ class SchedulerState:
     def _remember_pages(self, sequence: Sequence, num_written: int) -> None:
         """Enters the full pages among the first `num_written` tokens in the prefix cache."""
         count = num_written // self.config.page_size
-        if count <= sequence.num_named_pages:
-            return
         self._name_pages(sequence, count)
         for index in range(sequence.num_named_pages, count):
             self._pages.cache.enter(sequence.page_names[index], sequence.pages[index])
         sequence.num_named_pages = count
+
+    def _remember_written(self, flight: Flight) -> None:
+        """A step came back: what it wrote can be shared from now on."""
+        plan = flight.plan
+        written = [position + 1 for position in plan.decode.positions] + [chunk.end for chunk in plan.prefill]
+        for sequence, num_written in zip((*flight.decode, *flight.prefill), written, strict=True):
+            # The first test decides for nearly every row: a page is full once in many tokens.
+            if num_written // self.config.page_size > sequence.num_named_pages and not (
+                sequence.finish_reason is not None or sequence.restarted
+            ):
+                self._remember_pages(sequence, num_written)
 
     def _enter(self, sequence: Sequence) -> None:
         """It asks for service; `_leave` when it no longer does."""
@@ -230,27 +239,6 @@ class SchedulerState:
             victim.restarted = True
             self._release_pages(victim)
         self._waiting.push(victim)
-
-    def _depart(self, sequence: Sequence, num_tokens: int, now: float) -> None:
-        """A row of it is in a plan; after its last one the slot is the next plan's to use."""
-        sequence.num_in_flight += 1
-        if sequence.first_scheduled_at is None:
-            sequence.first_scheduled_at = now
-        if self._order.counters is not None:
-            self._order.counters.charge(sequence, num_tokens)
-        if sequence.fully_scheduled:
-            self._vacate(sequence)
-
-    def _advance(self, sequence: Sequence, num_tokens: int, pages: list[PageUpdate]) -> None:
-        """Counts tokens as written and gives the sequence the pages they go to."""
-        sequence.num_scheduled += num_tokens
-        held = len(sequence.pages)
-        lacking = -(-sequence.num_scheduled // self.config.page_size) - held
-        if lacking > 0:
-            self._reservation.take(sequence, lacking)
-            new = self._pages.allocate(lacking)
-            sequence.pages += new
-            pages.append(PageUpdate(sequence.slot, held, tuple(new)))
 
     def _release_pages(self, sequence: Sequence) -> None:
         """Gives back promises at once, and pages as soon as no step in flight can touch them."""

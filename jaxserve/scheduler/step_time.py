@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import mul
+
 
 class StepTimeModel:
     """seconds = a + b * decode rows + c * prompt tokens, fitted by recursive least squares.
@@ -26,16 +28,17 @@ class StepTimeModel:
             return
         x = (1.0, float(num_decode), float(num_prefill))
         p = self._covariance
-        px = [sum(p[i][j] * x[j] for j in range(3)) for i in range(3)]
-        gain_scale = self.FORGETTING + sum(x[i] * px[i] for i in range(3))
+        px = [sum(map(mul, row, x)) for row in p]
+        gain_scale = self.FORGETTING + sum(map(mul, x, px))
         error = seconds - self.predict(num_decode, num_prefill)
-        for i in range(3):
-            self._weights[i] += px[i] / gain_scale * error
-        for i in range(3):
-            for j in range(3):
-                p[i][j] = (p[i][j] - px[i] * px[j] / gain_scale) / self.FORGETTING
+        self._weights = [weight + each / gain_scale * error for weight, each in zip(self._weights, px, strict=True)]
+        for row, by_row in zip(p, px, strict=True):
+            row[:] = [
+                (value - by_row * by_column / gain_scale) / self.FORGETTING
+                for value, by_column in zip(row, px, strict=True)
+            ]
         # Directions that were not seen for long would grow without bound.
-        largest = max(p[i][i] for i in range(3))
+        largest = max(p[0][0], p[1][1], p[2][2])
         if largest > self._INITIAL_VARIANCE:
             scale = self._INITIAL_VARIANCE / largest
             for row in p:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jaxserve.scheduler.sequence import Sequence
 
 
@@ -52,6 +54,12 @@ class TenantCounters:
     def serve(self, tenant: str) -> None:
         """A request of the tenant was promoted: it had least service of those that wait."""
         self.floor = max(self.floor, self[tenant])
+
+    def charge_outputs(self, sequences: Iterable[Sequence]) -> None:
+        """A decode row of each live sequence is in a plan."""
+        service = self._service
+        for sequence in sequences:
+            service[sequence.request.tenant] += self._output_weight
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """`num_tokens` of the sequence are in a plan; those of an output count as such, recomputed or not."""

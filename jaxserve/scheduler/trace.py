@@ -146,7 +146,7 @@ class TraceRecorder:
             {
                 "iteration": plan.iteration,
                 "now": now,
-                "decode": [row.request_id for row in plan.decode],
+                "decode": list(plan.decode.request_ids),
                 "prefill": [[chunk.request_id, len(chunk.token_ids)] for chunk in plan.prefill],
                 "prefill_emitted": [chunk.request_id for chunk in plan.prefill if chunk.emits],
                 "preempted": list(plan.preempted),

@@ -2,7 +2,8 @@
 
 The builder mirrors on the host what the scheduler decided per slot: a page table row and the
 request's sampling columns. Placements and page updates change the mirror, so an iteration's work is
-what changed plus one gather of the live rows; nothing is rebuilt from sequences.
+what changed plus one gather of the live rows; nothing is rebuilt from sequences. Numpy calls cost more than
+what they do at these sizes, so columns that lie side by side in the blobs are gathered together.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from jaxserve.tables.layout import (
     FLAG_LIVE,
     FLAG_LOGPROBS,
     FLAG_PROMPT_LOGPROBS,
+    SAMPLING_FLOATS,
+    SAMPLING_INTS,
     TableLayout,
 )
-
-_INT_COLUMNS = ("top_k", "seed_high", "seed_low")
-_FLOAT_COLUMNS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,15 @@ class TableBuilder:
         self._scratch_slot = config.max_num_seqs
         self._buckets = buckets
         self._layouts: dict[Bucket, TableLayout] = {}
-        slots = config.max_num_seqs
+        self._paddings: dict[Bucket, StepTables] = {}
+        # With a last row or column for the scratch slot, so that padding is gathered like everything else.
+        slots = config.max_num_seqs + 1
         self._pages = np.zeros((slots, config.pages_per_seq), np.int32)
-        self._ints = {name: np.zeros(slots, np.int32) for name in _INT_COLUMNS}
-        self._floats = {name: np.zeros(slots, np.float32) for name in _FLOAT_COLUMNS}
+        # A row per field, as in the blobs.
+        self._ints = np.zeros((len(SAMPLING_INTS), slots), np.int32)
+        self._floats = np.zeros((len(SAMPLING_FLOATS), slots), np.float32)
+        for name in ("top_p", "repetition_penalty"):
+            self._floats[SAMPLING_FLOATS.index(name), self._scratch_slot] = 1.0
         self._flags = np.zeros(slots, np.int32)
         # First write index at which stop ids are allowed again: prompt length + min_tokens.
         self._stops_held_below = np.zeros(slots, np.int32)
@@ -76,6 +81,13 @@ class TableBuilder:
 
     def empty(self, bucket: Bucket) -> StepTables:
         """Tables in which every row is padding: writes only to the null page and the scratch slot."""
+        padding = self._paddings.get(bucket)
+        if padding is None:
+            padding = self._paddings[bucket] = self._padding(bucket)
+        # The device may still read the blobs of the steps in flight, so each step gets its own.
+        return StepTables(bucket, padding.ints.copy(), padding.floats.copy())
+
+    def _padding(self, bucket: Bucket) -> StepTables:
         layout = self.layout(bucket)
         ints = np.zeros(layout.int_size, np.int32)
         floats = np.zeros(layout.float_size, np.float32)
@@ -100,35 +112,40 @@ class TableBuilder:
         """
         self._apply(plan, request_of)
         tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
-        longest = max([row.position + 1 for row in plan.decode] + [c.start + len(c.token_ids) for c in plan.prefill])
+        positions = np.fromiter(plan.decode.positions, np.int32, len(plan.decode))
+        longest = max(int(positions.max(initial=-1)) + 1, *(chunk.end for chunk in plan.prefill), 0)
         bucket = self._buckets.choose(
             decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size)
         )
         tables = self.empty(bucket)
         fields = self.layout(bucket).unpack(tables.ints, tables.floats)
-        if plan.decode:
-            self._fill_decode(plan, fields, bucket)
-        if plan.prefill:
-            self._fill_prefill(plan.prefill, fields, bucket)
+        self._fill_decode(plan.decode.slots, positions, fields)
+        self._fill_prefill(plan.prefill, fields, bucket)
+        self._fill_samples(tables, fields)
+        self._silence_prompts(plan.prefill, fields, bucket)
         return tables
 
     def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
         for placement in plan.placements:
             self._place(placement.slot, request_of(placement.request_id))
-        for update in plan.pages:
-            end = update.first + len(update.page_ids)
-            self._pages[update.slot, update.first : end] = update.page_ids
+        grown = []
+        for slot, first, page_ids in plan.pages:
+            if len(page_ids) == 1:
+                grown.append((slot, first, page_ids[0]))
+            else:
+                self._pages[slot, first : first + len(page_ids)] = page_ids
+        if grown:  # most updates: a page per slot whose last one is full, written in one go
+            slots, indices, pages = zip(*grown, strict=True)
+            self._pages[slots, indices] = pages
 
     def _place(self, slot: int, request: Request) -> None:
         params = request.params
         self._requests[slot] = request
-        self._ints["top_k"][slot] = params.top_k if 0 < params.top_k < 2**31 else 0
+        top_k = params.top_k if 0 < params.top_k < 2**31 else 0
         seed = request.seed & (2**64 - 1)
-        self._ints["seed_high"][slot] = np.uint32(seed >> 32).astype(np.int32)
-        self._ints["seed_low"][slot] = np.uint32(seed & 0xFFFFFFFF).astype(np.int32)
-        self._floats["temperature"][slot] = 0.0 if params.greedy else params.temperature
-        for name in _FLOAT_COLUMNS[1:]:
-            self._floats[name][slot] = getattr(params, name)
+        self._ints[:, slot] = np.array((top_k, seed >> 32, seed & 0xFFFFFFFF), np.uint32).view(np.int32)
+        temperature = 0.0 if params.greedy else params.temperature
+        self._floats[:, slot] = (temperature, *(getattr(params, name) for name in SAMPLING_FLOATS[1:]))
         self._flags[slot] = (
             FLAG_LIVE
             | (FLAG_LOGPROBS if params.logprobs is not None else 0)
@@ -137,59 +154,57 @@ class TableBuilder:
         )
         self._stops_held_below[slot] = request.num_prompt_tokens + params.min_tokens
 
-    def _fill_decode(self, plan: StepPlan, fields: dict[str, NDArray[np.int32]], bucket: Bucket) -> None:
-        count = len(plan.decode)
-        slots = np.fromiter((row.slot for row in plan.decode), np.int32, count)
-        positions = np.fromiter((row.position for row in plan.decode), np.int32, count)
-        width = min(bucket.table_width, self._pages.shape[1])
+    def _fill_decode(
+        self, of_rows: tuple[int, ...], positions: NDArray[np.int32], fields: dict[str, NDArray[np.int32]]
+    ) -> None:
+        count = len(of_rows)
+        slots = np.fromiter(of_rows, np.int32, count)
+        pages = fields["decode_pages"]
         fields["decode_position"][:count] = positions
-        fields["decode_slot"][:count] = slots
-        fields["decode_pages"][:count, :width] = self._pages[slots, :width]
-        self._fill_samples(fields, slice(0, count), slots, positions + 1)
+        fields["decode_slot"][:count] = fields["slot"][:count] = slots
+        fields["sample_position"][:count] = positions + 1
+        pages[:count] = self._pages[slots, : pages.shape[1]]
 
     def _fill_prefill(
         self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket
     ) -> None:
-        count = len(chunks)
-        slots = np.fromiter((chunk.slot for chunk in chunks), np.int32, count)
-        lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, count)
-        starts = np.fromiter((chunk.start for chunk in chunks), np.int32, count)
-        ends = np.cumsum(lengths)
-        total = int(ends[-1])
-        fields["prefill_tokens"][:total] = np.concatenate([np.asarray(c.token_ids, np.int32) for c in chunks])
-        fields["prefill_row"][:total] = np.repeat(np.arange(count, dtype=np.int32), lengths)
-        fields["prefill_position"][:total] = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
-        fields["prefill_starts"][1 : count + 1] = ends
-        fields["prefill_starts"][count + 1 :] = total
-        fields["prefill_context"][:count] = starts + lengths
-        width = min(bucket.table_width, self._pages.shape[1])
-        fields["prefill_pages"][:count, :width] = self._pages[slots, :width]
-        rows = slice(bucket.decode_rows, bucket.decode_rows + count)
-        self._fill_samples(fields, rows, slots, starts + lengths)
+        first = 0
         for index, chunk in enumerate(chunks):
-            row = bucket.decode_rows + index
+            row, last = bucket.decode_rows + index, first + len(chunk.token_ids)
+            fields["prefill_tokens"][first:last] = chunk.token_ids
+            fields["prefill_position"][first:last] = np.arange(chunk.start, chunk.end)
+            fields["prefill_row"][first:last] = index
+            fields["prefill_starts"][index + 1 :] = last
+            fields["prefill_context"][index] = fields["sample_position"][row] = chunk.end
+            fields["prefill_pages"][index] = self._pages[chunk.slot, : bucket.table_width]
+            fields["slot"][row] = chunk.slot
+            first = last
+
+    def _fill_samples(self, tables: StepTables, fields: dict[str, NDArray[np.int32]]) -> None:
+        """What depends on the slot alone, for decode and prefill rows at once; padding is the scratch slot's."""
+        slots = fields["slot"]
+        ints, floats = self.layout(tables.bucket).sampling(tables.ints, tables.floats)
+        # Every slot is in range; with any other mode `take` would fill a buffer and copy it to `out`.
+        self._ints.take(slots, axis=1, out=ints, mode="clip")
+        self._floats.take(slots, axis=1, out=floats, mode="clip")
+        held = fields["sample_position"] < self._stops_held_below[slots]
+        np.bitwise_or(self._flags[slots], held * np.int32(FLAG_HOLD_STOPS), out=fields["flags"])
+
+    def _silence_prompts(
+        self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket
+    ) -> None:
+        """Chunks short of their prompts' ends keep no token; where scores are wanted, the tokens to be scored."""
+        first = 0
+        for row, chunk in enumerate(chunks, bucket.decode_rows):
             if not chunk.emits:
                 fields["flags"][row] &= FLAG_PROMPT_LOGPROBS
                 fields["slot"][row] = self._scratch_slot
             if fields["flags"][row] & FLAG_PROMPT_LOGPROBS:
-                self._fill_targets(chunk, fields["prefill_target"][ends[index] - lengths[index] : ends[index]])
+                self._fill_targets(chunk, fields["prefill_target"][first:])
+            first += len(chunk.token_ids)
 
     def _fill_targets(self, chunk: PrefillChunk, targets: NDArray[np.int32]) -> None:
         request = self._requests[chunk.slot]
         assert request is not None, f"slot {chunk.slot} has no request"
-        following = request.prompt_token_ids[chunk.start + 1 : chunk.start + 1 + len(chunk.token_ids)]
+        following = request.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
         targets[: len(following)] = following
-
-    def _fill_samples(
-        self,
-        fields: dict[str, NDArray[np.int32]],
-        rows: slice,
-        slots: NDArray[np.int32],
-        positions: NDArray[np.int32],
-    ) -> None:
-        fields["slot"][rows] = slots
-        fields["sample_position"][rows] = positions
-        for name, column in (*self._ints.items(), *self._floats.items()):
-            fields[name][rows] = column[slots]
-        held = positions < self._stops_held_below[slots]
-        fields["flags"][rows] = self._flags[slots] | np.where(held, FLAG_HOLD_STOPS, 0)

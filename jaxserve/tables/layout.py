@@ -45,6 +45,11 @@ FLAG_HOLD_STOPS = 8
 FLAG_PROMPT_LOGPROBS = 16
 """Log-probabilities of the chunk's prompt tokens are wanted (prefill rows)."""
 
+SAMPLING_INTS = ("top_k", "seed_high", "seed_low")
+"""int32 fields that stay the same while a request holds its slot; they lie side by side."""
+SAMPLING_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""All float32 fields; they stay the same too."""
+
 
 @dataclass(frozen=True)
 class TableLayout:
@@ -76,9 +81,7 @@ class TableLayout:
                 "prefill_context": (seqs,),
                 "prefill_pages": (seqs, width),
                 "slot": (samples,),
-                "top_k": (samples,),
-                "seed_high": (samples,),
-                "seed_low": (samples,),
+                **dict.fromkeys(SAMPLING_INTS, (samples,)),
                 "sample_position": (samples,),
                 "flags": (samples,),
             }
@@ -88,8 +91,7 @@ class TableLayout:
     def float_fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Field name -> (offset, shape) in the float32 blob."""
         shape = (self.bucket.sample_rows,)
-        names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        return _place(dict.fromkeys(names, shape))
+        return _place(dict.fromkeys(SAMPLING_FLOATS, shape))
 
     @cached_property
     def int_size(self) -> int:
@@ -104,10 +106,24 @@ class TableLayout:
     def unpack(self, ints: Any, floats: Any) -> dict[str, Any]:
         """Fields as views (numpy) or static slices (jax) of the two blobs."""
         fields = {}
-        for blob, places in ((ints, self.int_fields), (floats, self.float_fields)):
-            for name, (offset, shape) in places.items():
-                fields[name] = blob[offset : offset + prod(shape)].reshape(shape)
+        for blob, places in ((ints, self._int_slices), (floats, self._float_slices)):
+            for name, place, shape in places:
+                fields[name] = blob[place] if len(shape) == 1 else blob[place].reshape(shape)
         return fields
+
+    def sampling(self, ints: Any, floats: Any) -> tuple[Any, Any]:
+        """`SAMPLING_INTS` and `SAMPLING_FLOATS` as two views [fields, N], to be filled in one assignment each."""
+        first, rows = self.int_fields[SAMPLING_INTS[0]][0], self.bucket.sample_rows
+        end = first + len(SAMPLING_INTS) * rows
+        return ints[first:end].reshape(-1, rows), floats.reshape(-1, rows)
+
+    @cached_property
+    def _int_slices(self) -> list[tuple[str, slice, tuple[int, ...]]]:
+        return _slices(self.int_fields)
+
+    @cached_property
+    def _float_slices(self) -> list[tuple[str, slice, tuple[int, ...]]]:
+        return _slices(self.float_fields)
 
 
 def _place(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -117,6 +133,10 @@ def _place(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int
         places[name] = (offset, shape)
         offset += prod(shape)
     return places
+
+
+def _slices(places: dict[str, tuple[int, tuple[int, ...]]]) -> list[tuple[str, slice, tuple[int, ...]]]:
+    return [(name, slice(offset, offset + prod(shape)), shape) for name, (offset, shape) in places.items()]
 
 
 def _size(places: dict[str, tuple[int, tuple[int, ...]]]) -> int:

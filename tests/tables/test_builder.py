@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request, SamplingParams
-from jaxserve.scheduler.plan import DecodeRow, PageUpdate, Placement, PrefillChunk, StepPlan
+from jaxserve.scheduler.plan import DecodeRow, DecodeRows, PageUpdate, Placement, PrefillChunk, StepPlan
 from jaxserve.tables import BucketTable, TableBuilder
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS
 
@@ -27,7 +27,7 @@ def test_decode_and_prefill_rows_with_padding():
     }
     plan = StepPlan(
         iteration=3,
-        decode=(DecodeRow("a", 2, 9),),
+        decode=DecodeRows.of([DecodeRow("a", 2, 9)]),
         prefill=(PrefillChunk("b", 0, 2, (22, 23, 24, 25, 26), emits=True),),
         placements=(Placement("a", 2, 1, 7), Placement("b", 0, 0, -1)),
         pages=(PageUpdate(2, 0, (5, 6, 7)), PageUpdate(0, 0, (1, 9))),
@@ -87,7 +87,9 @@ def test_stop_ids_are_held_off_until_min_tokens_are_out():
     request = Request("a", (1, 2, 3), SamplingParams(min_tokens=2, max_tokens=9))
     held = []
     for position in (3, 4, 5):
-        plan = StepPlan(iteration=0, decode=(DecodeRow("a", 0, position - 1),), placements=(Placement("a", 0, 0, -1),))
+        plan = StepPlan(
+            iteration=0, decode=DecodeRows.of([DecodeRow("a", 0, position - 1)]), placements=(Placement("a", 0, 0, -1),)
+        )
         _, fields = build(plan, {"a": request})
         assert fields["flags"][0] & FLAG_EDITS
         held.append(bool(fields["flags"][0] & FLAG_HOLD_STOPS))
@@ -97,6 +99,6 @@ def test_stop_ids_are_held_off_until_min_tokens_are_out():
 
 def test_the_whole_64_bit_seed_reaches_the_key_words():
     request = Request("a", (1,), seed=2**64 - 1)
-    plan = StepPlan(iteration=0, decode=(DecodeRow("a", 0, 1),), placements=(Placement("a", 0, 0, -1),))
+    plan = StepPlan(iteration=0, decode=DecodeRows.of([DecodeRow("a", 0, 1)]), placements=(Placement("a", 0, 0, -1),))
     _, fields = build(plan, {"a": request})
     assert fields["seed_high"].view(np.uint32)[0] == fields["seed_low"].view(np.uint32)[0] == 0xFFFFFFFF
