@@ -65,7 +65,7 @@ class RowPlanner(SchedulerState):
             emits=end == sequence.num_prefill_tokens and sequence.max_tokens > 0,
         )
         if self._order.counters is not None:
-            self._order.counters.charge(sequence, size)
+            self._order.counters.charge_chunk(sequence.request.tenant, size, chunk.emits)
         if sequence.fully_scheduled:
             self._vacate(sequence)
         return chunk

@@ -16,8 +16,8 @@ States of a request
          │                   └────promoted──▶ │
          └─ slot free ──────────────────────▶ RUNNING ─last row planned─▶ LANDING ─it came back─▶ ended
 
-    WAITING   in the queue. Holds no slot; pages only if it was paused.
-    RUNNING   holds a slot. Every plan carries it while the token budget lasts.
+    WAITING   in the queue. Holds no slot; pages only if it was paused (a recompute loses them).
+    RUNNING   holds a slot. Every plan carries it while the token budget, and the pages, last.
     LANDING   needs no further plan. Its slot is free for the next one, its last step is in flight.
     Any live state ends at once by a stop id, abort or deadline.
 
@@ -28,13 +28,16 @@ Order of one iteration
 2. An arrival takes a free slot at once if nobody waits ahead of it, or if `arrivals_claim_slots` lets it
    pass the queue. Under `priority_preemption` it also passes a front of lower class, and without a free
    slot it takes a lower class's, if the victim's place in the queue exists and pages for it are free.
-3. Else it is queued, or refused with a reason: both bounds of the queue hold at all times.
-4. The queue's front is promoted while slots are free and the reservation finds pages. Nobody in the
-   queue overtakes a front that does not fit.
-5. Every decode-ready slot gets its token before any prompt gets one.
-6. The rest of the token budget goes to prompts in promotion order, at most `prefill_chunk` each and
-   `max_prefill_seqs` of them.
-7. A prompt that ends emits its first token in that iteration; the finished leave when it is updated.
+3. Else it is queued, displaces a queued request of lower class where that is allowed, or is refused with
+   a reason: the bounds of the queue hold for every arrival.
+4. Under a reservation that grows, every decode row that begins a page is promised one first; where there
+   is none, a victim gives up its pages. In an iteration with a preemption nobody is promoted.
+5. The queue's front is promoted while slots are free and the reservation finds pages. Nobody in the
+   queue overtakes a front that does not fit, but a paused request, which lacks nothing.
+6. Every decode-ready slot gets its token before any prompt gets one.
+7. The rest of the token budget, or of the step time, goes to prompts in promotion order, at most
+   `prefill_chunk` each and `max_prefill_seqs` of them.
+8. A prompt that ends emits its first token in that iteration; the finished leave when it is updated.
 
 Steps in flight
 ---------------
@@ -50,10 +53,12 @@ What may never happen
 ---------------------
 - More tokens in a plan than the budget; a chunk longer than the limit; a prompt token while a
   decode-ready slot goes without.
-- An empty plan while some request holds a slot.
-- A page owned twice, or page 0 owned; a running request without a page for its next token.
-- A request left waiting for ever: every step either gives the front a slot or brings a holder nearer its end.
-- A queue beyond a bound; a live request in no state or in two.
+- An empty plan while some request holds a slot, unless all lack pages that a step in flight is to return.
+- A page of two owners that the prefix cache did not join, or page 0 owned; more pages promised than there are.
+- A request left waiting for ever: every step either gives the front a slot or brings a holder nearer its end,
+  and between two preemptions a request gains a token.
+- A queue beyond a bound (those who lost their pages may come back to a full one, but live requests never
+  exceed slots and bound together); a live request in no state or in two.
 - offered ≠ completed + rejected + expired + aborted + failed + live.
 - Work in an iteration that grows with the queue's length.
 `check_invariants` asserts these after every step of every test; `test_work_per_iteration` counts the work.
@@ -160,7 +165,8 @@ class Scheduler(RowPlanner):
         """Plans the next iteration and counts it as done.
 
         Returns:
-          An empty plan, not to be dispatched or updated, when no request holds a slot.
+          An empty plan, not to be dispatched or updated, when no request holds a slot, or none of those that
+          do has a page to write to before a step in flight has landed.
         """
         assert len(self._in_flight) <= self.config.max_steps_ahead, (
             f"{len(self._in_flight)} plans are in flight; the limit is {self.config.max_steps_ahead} (max_steps_ahead)"

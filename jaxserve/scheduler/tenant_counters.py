@@ -61,10 +61,6 @@ class TenantCounters:
         for sequence in sequences:
             service[sequence.request.tenant] += self._output_weight
 
-    def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """`num_tokens` of the sequence are in a plan; those of an output count as such, recomputed or not."""
-        tenant = sequence.request.tenant
-        if tenant not in self._num_live:
-            return
-        weight = self._output_weight if sequence.decode_ready else self._input_weight
-        self._service[tenant] += weight * num_tokens
+    def charge_chunk(self, tenant: str, num_tokens: int, emits: bool) -> None:
+        """A chunk of `num_tokens` of a live request is in a plan; `emits`: it samples a token too."""
+        self._service[tenant] += self._input_weight * num_tokens + self._output_weight * emits
