@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SHARE, RATIO, COUNT, MILLISECONDS = "share", "ratio", "count", "ms"
-_FORMS = {SHARE: "{:.2%}", RATIO: "{:.3f}", COUNT: "{:.0f}", MILLISECONDS: "{:.1f} ms"}
+_FORMS = {SHARE: (100, "{:.2f} %"), RATIO: (1, "{:.3f}"), COUNT: (1, "{:.0f}"), MILLISECONDS: (1, "{:.1f} ms")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Figure:
       value: in `unit`: "share" (of 1), "ratio", "count" or "ms".
       scope: model of time, slots, lengths.
       expected: in the same unit; None where there is no such figure.
-      basis: where `expected` comes from, or what is expected instead of a number.
+      basis: where `expected` comes from.
     """
 
     topic: str
@@ -37,15 +37,23 @@ class Figure:
 
 
 def markdown_table(figures: Iterable[Figure]) -> str:
-    """The figures in order, one a row."""
+    """The figures in order, one a row; an empty topic or scope is that of the row above."""
     lines = ["| topic | figure | ours | expected | scope |", "| --- | --- | --- | --- | --- |"]
-    topic = ""
+    topic = scope = ""
     for figure in figures:
-        form = _FORMS[figure.unit]
-        number = "" if figure.expected is None else form.format(figure.expected)
-        basis = f"({figure.basis})" if number and figure.basis else figure.basis
-        expected = f"{number} {basis}".strip() or "-"
-        shown = figure.topic if figure.topic != topic else ""
-        topic = figure.topic
-        lines.append(f"| {shown} | {figure.name} | {form.format(figure.value)} | {expected} | {figure.scope} |")
+        expected = "-" if figure.expected is None else f"{_shown(figure.expected, figure.unit)} ({figure.basis})"
+        cells = (
+            figure.topic if figure.topic != topic else "",
+            figure.name,
+            _shown(figure.value, figure.unit),
+            expected,
+            figure.scope if (figure.topic, figure.scope) != (topic, scope) else "",
+        )
+        topic, scope = figure.topic, figure.scope
+        lines.append("".join(f"| {cell} " if cell else "| " for cell in cells) + "|")
     return "\n".join(lines)
+
+
+def _shown(value: float, unit: str) -> str:
+    scale, form = _FORMS[unit]
+    return form.format(scale * value)

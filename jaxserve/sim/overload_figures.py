@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxserve.sim.cost_model import UnitCost
-from jaxserve.sim.figure import RATIO, Figure
+from jaxserve.sim.figure import COUNT, RATIO, Figure
 from jaxserve.sim.lengths_run import slot_config
 from jaxserve.sim.report import Objectives, figures
 from jaxserve.sim.simulator import Simulator
@@ -47,5 +47,5 @@ def _figures(name: str, bound: int, expected: tuple[float, float, float], basis:
     return [
         Figure(topic, f"queue growth per unit, {name}", growth, RATIO, half, expected[0], "textbook"),
         Figure(topic, f"rejections per unit, {name}", refused / (UNITS - first), RATIO, half, expected[1], "surplus"),
-        Figure(topic, f"longest wait in units, {name}", longest_wait, RATIO, scope, expected[2], basis),
+        Figure(topic, f"longest wait in units, {name}", longest_wait, COUNT, scope, expected[2], basis),
     ]
