@@ -103,8 +103,8 @@ def length_variance() -> list[Figure]:
     for kind, lengths in draws.items():
         outputs = [int(length) for length in np.clip(np.rint(lengths), 1, LONGEST)]
         scope = (
-            f"iterations; {SLOTS} slots; {NUM_ARRIVALS} poisson arrivals; outputs of {np.mean(outputs):.0f} tokens in the"
-            f" mean, deviation {np.std(outputs) / np.mean(outputs):.2f} of it"
+            f"iterations; {SLOTS} slots; {NUM_ARRIVALS} poisson arrivals; outputs of {np.mean(outputs):.0f} tokens"
+            f" in the mean, deviation {np.std(outputs) / np.mean(outputs):.2f} of it"
         )
         offered, full_batches = sum(outputs) / (SLOTS * instants[-1]), static_utilisation(outputs)
         for batching in ("static", "request_dynamic", "continuous"):
