@@ -150,5 +150,5 @@ def _offline(spread: float, count: int, expected: float, basis: str, longest_fir
 
 
 def static_utilisation(outputs: Sequence[int], num_slots: int = SLOTS) -> float:
-    """By arithmetic: the sum of the lengths over slots x the longest of each full batch, in order."""
+    """By arithmetic: the sum of the lengths over slots x the longest of each batch, in order."""
     return sum(outputs) / (num_slots * sum(max(batch) for batch in batched(outputs, num_slots)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.sim.cost_model import UnitCost
@@ -40,7 +41,7 @@ class LengthsRun:
         return self.output_tokens / self.iterations
 
 
-def slot_config(num_slots: int, longest: int, **settings: object) -> SchedulerConfig:
+def slot_config(num_slots: int, longest: int, **settings: Any) -> SchedulerConfig:
     """A scheduler whose only limits are its slots and what `settings` say.
 
     Args:
@@ -48,7 +49,7 @@ def slot_config(num_slots: int, longest: int, **settings: object) -> SchedulerCo
     """
     page_size = 16
     return SchedulerConfig(
-        **{  # type: ignore[arg-type]
+        **{
             "max_num_seqs": num_slots,
             "max_num_batched_tokens": max(num_slots, longest),
             "prefill_chunk": longest,
@@ -64,7 +65,7 @@ def slot_config(num_slots: int, longest: int, **settings: object) -> SchedulerCo
 
 
 def run_lengths(
-    outputs: Sequence[int], num_slots: int, batching: str, instants: Sequence[float] | None = None, **settings: object
+    outputs: Sequence[int], num_slots: int, batching: str, instants: Sequence[float] | None = None, **settings: Any
 ) -> LengthsRun:
     """Runs the requests in their order.
 
