@@ -148,6 +148,22 @@ FLAGS: tuple[Flag, ...] = (
         "warning",
         frozenset({"fit_cost_model"}),
     ),
+    Flag(
+        "output",
+        "Figures",
+        _TEXT,
+        "write the figures to this file, as JSON",
+        None,
+        frozenset({"field_figures"}),
+    ),
+    Flag(
+        "log_level",
+        "Figures",
+        ChoiceParser(LOG_LEVELS),
+        "least level that is logged",
+        "warning",
+        frozenset({"field_figures"}),
+    ),
     *_scheduler_only(
         ("arrivals_claim_slots", _BOOL, "an arrival may take a free slot ahead of the waiting queue"),
         ("max_prefill_seqs", _COUNT, "most requests with a prompt chunk in one iteration"),

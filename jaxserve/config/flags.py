@@ -31,6 +31,7 @@ SUMMARIES = {
     "doctor": "Names the bottleneck of a recorded trace or of a running server, with the figures that show it.",
     "simulate": "Runs the serving scheduler under a simulated clock, without a model or a device.",
     "fit_cost_model": "Fits the simulator's linear cost model to the trace of an engine.",
+    "field_figures": "Computes the scheduling field's well-known figures with the serving scheduler, as a table.",
 }
 USAGES = {
     "server": "python -m jaxserve.server",
@@ -39,6 +40,7 @@ USAGES = {
     "doctor": "python -m jaxserve.doctor",
     "simulate": "python -m jaxserve.simulate",
     "fit_cost_model": "tools/fit_cost_model TRACE",
+    "field_figures": "tools/field_figures",
 }
 _EXIT_USAGE = 2
 _WIDTH = 100
