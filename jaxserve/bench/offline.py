@@ -53,6 +53,7 @@ def measure(flags: FlagValues, dtype: str, slots: int) -> dict[str, Any]:
         prefill_buckets=(budget,),
         table_width_buckets=(-(-max_model_len // 16),),
         skip_tokenizer_init=True,
+        enable_prefix_caching=False,  # every run computes the same prompts
     )
     rng = np.random.default_rng(0)
     count = slots * flags.requests_per_slot
