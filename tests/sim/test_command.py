@@ -27,12 +27,13 @@ def test_every_setting_of_the_scheduler_is_a_flag():
 
 def test_flags_without_values_give_the_engine_s_defaults():
     config = scheduler_config(flags(), max_model_len=100, num_pages=None)
-    assert config == SchedulerConfig(max_model_len=100, num_pages=8 * 7 + 1)
+    assert config == SchedulerConfig(max_model_len=100, num_pages=8 * 7 + 1, enable_prefix_caching=True)
     assert given_settings(flags()) == {}
 
 
 def test_flags_with_values_reach_the_scheduler():
     words = ("--max_model_len=50", "--num-pages=9", "--prefill_chunk=900", "--arrivals_claim_slots", "--page_size=8")
+    words += ("--noenable_prefix_caching",)
     config = scheduler_config(flags(*words), max_model_len=100, num_pages=77)
     assert config == SchedulerConfig(max_model_len=50, num_pages=9, page_size=8, arrivals_claim_slots=True)
     assert given_settings(flags(*words))["prefill_chunk"] == 900
