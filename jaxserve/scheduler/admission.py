@@ -6,8 +6,68 @@ from collections.abc import Iterable
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Rejection, Request
+from jaxserve.scheduler.counters import DepartureRate
+from jaxserve.scheduler.reservations import Reservation
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.waiting_queue import WaitingQueue
+
+
+class Gate:
+    """Refuses arrivals that neither a free slot nor a place in the queue could help.
+
+    Args:
+      config: limits and policies.
+      reservation: knows the pages a request needs in all.
+      departures, step_time: the pace of late.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, reservation: Reservation, departures: DepartureRate, step_time: StepTimeModel
+    ) -> None:
+        self._config = config
+        self._reservation = reservation
+        self._departures = departures
+        self._step_time = step_time
+        self._classes = ("", *(service_class.name for service_class in config.service_classes))
+
+    def refusal(
+        self, request: Request, *, is_live: bool, num_waiting: int, has_free_slot: bool, now: float
+    ) -> Rejection | None:
+        """The first reason against `request`, if there is one.
+
+        Args:
+          is_live: its id belongs to a live request.
+        """
+        rejection = never_fits(self._config, request, self._reservation.pages_needed(request))
+        if rejection is not None:
+            return rejection
+        if is_live:
+            return duplicate_id(request)
+        if request.service_class not in self._classes:
+            return unknown_class(request, self._classes)
+        if request.deadline_at is None:
+            return None
+        if request.deadline_at <= now:
+            return deadline_passed(request.deadline_at, now)
+        needed_s = self._seconds_to_first_token(request, num_waiting, has_free_slot, now)
+        if now + needed_s > request.deadline_at:
+            return deadline_infeasible(request.deadline_at - now, needed_s)
+        return None
+
+    def _seconds_to_first_token(self, request: Request, num_waiting: int, has_free_slot: bool, now: float) -> float:
+        """At least so many: departures that must come first, at the pace of late, and chunks in the fastest steps seen.
+
+        Only first come, first served, it is known that all who wait are served before.
+        """
+        config = self._config
+        wait_s = 0.0
+        if not has_free_slot and not config.priority_preemption and self._departures.is_settled:
+            in_turn = config.policy == "fcfs" and not config.arrivals_claim_slots
+            wait_s = self._departures.seconds_until(num_waiting + 1 if in_turn else 1, 0, now)
+        chunk = min(config.prefill_chunk, config.max_num_batched_tokens)
+        num_chunks = 1 if config.enable_prefix_caching else -(-request.num_prompt_tokens // chunk)
+        return wait_s + num_chunks * self._step_time.fastest_s
 
 
 def never_fits(config: SchedulerConfig, request: Request, num_pages: int) -> Rejection | None:

@@ -73,7 +73,7 @@ from typing import Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection, Request
-from jaxserve.scheduler import admission
+from jaxserve.scheduler.admission import Gate, queue_full
 from jaxserve.scheduler.plan import StepPlan, StepResult, TokenEvent
 from jaxserve.scheduler.prompt_choice import PromptChoice
 from jaxserve.scheduler.row_planner import RowPlanner
@@ -96,6 +96,7 @@ class Scheduler(RowPlanner):
         super().__init__(config)
         self._events: list[TokenEvent] = []
         self._step_time = StepTimeModel()
+        self._gate = Gate(config, self._reservation, self._departures, self._step_time)
         self._prompts = PromptChoice(config, self._step_time)
         self._updated_at = -math.inf
         self._trace = TraceRecorder(self, trace) if trace else None
@@ -116,7 +117,13 @@ class Scheduler(RowPlanner):
         sequence = Sequence(request, self._num_arrivals, now)
         self._num_arrivals += 1
         self.counters.offered += 1
-        rejection = self._unacceptable(request, now)
+        rejection = self._gate.refusal(
+            request,
+            is_live=request.request_id in self._live,
+            num_waiting=len(self._waiting),
+            has_free_slot=bool(self._slots.num_free),
+            now=now,
+        )
         if rejection is None:
             self._enter(sequence)
             if not self._place(sequence):
@@ -239,32 +246,6 @@ class Scheduler(RowPlanner):
 
     # Placing
 
-    def _unacceptable(self, request: Request, now: float) -> Rejection | None:
-        """Reasons that neither a free slot nor a place in the queue can mend."""
-        rejection = admission.never_fits(self.config, request, self._reservation.pages_needed(request))
-        if rejection is not None:
-            return rejection
-        if request.request_id in self._live:
-            return admission.duplicate_id(request)
-        if request.service_class not in self._classes:
-            return admission.unknown_class(request, self._classes)
-        if request.deadline_at is not None:
-            if request.deadline_at <= now:
-                return admission.deadline_passed(request.deadline_at, now)
-            needed_s = self._least_seconds(request, now)
-            if now + needed_s > request.deadline_at:
-                return admission.deadline_infeasible(request.deadline_at - now, needed_s)
-        return None
-
-    def _least_seconds(self, request: Request, now: float) -> float:
-        """Seconds to a first token: the wait at the pace of late, and its chunks in the fastest steps seen."""
-        config = self.config
-        num_chunks = -(-request.num_prompt_tokens // min(config.prefill_chunk, config.max_num_batched_tokens))
-        wait_s = 0.0
-        if not self._slots.num_free and self._departures.is_settled:
-            wait_s = self._departures.seconds_until(len(self._waiting) + 1, 0, now)
-        return wait_s + num_chunks * self._step_time.fastest_s
-
     def _place(self, sequence: Sequence) -> bool:
         """Gives an arrival a slot, a free one or a lower class's; changes nothing when it cannot."""
         if not self._batching.refills or self._class_is_full(sequence.request.service_class):
@@ -304,7 +285,7 @@ class Scheduler(RowPlanner):
             return None
         excess = max(waiting.num_tokens + sequence.max_total_tokens - self.config.max_queue_tokens, 0)
         retry_after_s = self._departures.seconds_until(max(len(waiting), 1), excess, now)
-        return admission.queue_full(self.config, waiting, sequence, reason, retry_after_s)
+        return queue_full(self.config, waiting, sequence, reason, retry_after_s)
 
     def _promote(self, now: float) -> None:
         front = self._waiting.front()

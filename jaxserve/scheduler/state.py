@@ -54,7 +54,6 @@ class SchedulerState:
         self._slots = SlotPool(config.max_num_seqs)
         self._order = ORDERS[config.policy](config, self._lengths)
         self._waiting = WaitingQueue(config, self._order, self._class_is_full)
-        self._classes = ("", *(c.name for c in config.service_classes))
         self._returning: list[Sequence] = []  # lost their pages with a step in flight, which still needs them
         self._max_slots = {c.name: c.max_slots for c in config.service_classes if c.max_slots is not None}
         self._num_slots_held = dict.fromkeys(self._max_slots, 0)
