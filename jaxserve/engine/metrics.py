@@ -57,6 +57,8 @@ class EngineMetrics:
         self._compiles = counter("compiles", "Compilations of the process; constant after warm-up.")
         self._counted_compiles = 0
         for reason in FinishReason:
+            if reason is FinishReason.DISPLACED:  # counted as refused
+                continue
             self._success.labels(**self._labels, finished_reason=reason.value)
         for reason in REJECTION_REASONS:
             self._rejected.labels(**self._labels, reason=reason)
