@@ -18,7 +18,7 @@ class ServiceClass:
       name: what a request names.
       max_slots: most requests of the class that hold a slot.
       max_queue_requests, max_queue_tokens: bounds of its part of the waiting queue.
-      ttft_target_s, itl_target_s: what it is measured against, in seconds.
+      ttft_target_s, itl_target_s: what it is to be measured against, in seconds; nothing goes by them yet.
       priority: of requests that state none.
       deadline_s: of requests that state none, from their arrival.
     """
