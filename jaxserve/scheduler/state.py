@@ -168,8 +168,9 @@ class SchedulerState:
             return []
         if sequence.request.params.prompt_logprobs is not None:
             return []
-        self._name_pages(sequence, (sequence.num_known_tokens - 1) // self.config.page_size)
-        return self._pages.cache.find(sequence.page_names[: (sequence.num_known_tokens - 1) // self.config.page_size])
+        count = (sequence.num_known_tokens - 1) // self.config.page_size
+        self._name_pages(sequence, count)
+        return self._pages.cache.find(sequence.page_names[:count])
 
     def _name_pages(self, sequence: Sequence, count: int) -> None:
         size, names = self.config.page_size, sequence.page_names
