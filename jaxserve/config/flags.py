@@ -11,6 +11,7 @@ global one, so `--help` lists them alone and several commands may be parsed in o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import textwrap
@@ -61,8 +62,7 @@ def parse_flags(command: str, argv: Sequence[str]) -> absl_flags.FlagValues:
     """
     values = _registry(command)
     try:
-        words = values.read_flags_from_files(_spelled(values, argv), force_gnu=True)
-        words = _spelled(values, words)
+        words = _spelled(values, _with_flagfiles(values, _spelled(values, argv)))
         _answer_questions(command, words[1:])
         rest = values(words)[1:]
     except absl_flags.UnrecognizedFlagError as error:
@@ -70,8 +70,6 @@ def parse_flags(command: str, argv: Sequence[str]) -> absl_flags.FlagValues:
         exit_with(str(error).removeprefix("ERROR:: "))
     except absl_flags.Error as error:
         exit_with(str(error).removeprefix("ERROR:: "))
-    except OSError as error:
-        exit_with(f"--flagfile: {error}")
     if rest:
         exit_with(f"unexpected argument {rest[0]!r}; flags are written --name=value")
     if "api_key" in values:
@@ -118,7 +116,7 @@ def help_text(command: str) -> str:
         for flag in flags:
             is_bool = isinstance(flag.parser, absl_flags.BooleanParser)
             lines.append(f"  --[no]{flag.name}" if is_bool else f"  --{flag.name}=<{flag.parser.flag_type()}>")
-            default = "" if flag.default in (None, "") else f" (default: {_shown(flag.default)})"
+            default = "" if flag.default in (None, "", ()) else f" (default: {_shown(flag.default)})"
             indent = " " * 6
             lines += textwrap.wrap(f"{flag.help}{default}", _WIDTH, initial_indent=indent, subsequent_indent=indent)
     lines += [
@@ -145,10 +143,18 @@ def _registry(command: str) -> absl_flags.FlagValues:
     return values
 
 
+def _with_flagfiles(values: absl_flags.FlagValues, words: Sequence[str]) -> list[str]:
+    try:
+        return list(values.read_flags_from_files(words, force_gnu=True))
+    except OSError as error:
+        exit_with(f"--flagfile: {error}")
+
+
 def _answer_questions(command: str, words: Sequence[str]) -> None:
     """Ends the program with success after printing what `--help` or `--version` ask for."""
     if {"--help", "-h", "-help", "--helpfull"} & set(words):
-        print(help_text(command))
+        with contextlib.suppress(BrokenPipeError):  # a reader like `head` has seen enough
+            print(help_text(command), flush=True)
         raise SystemExit(0)
     if "--version" in words:
         from jaxserve import __version__

@@ -131,3 +131,13 @@ def test_a_bad_flag_is_answered_before_jax_loads():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False False\n"
     assert "--page_size is 3" in done.stderr
+
+
+def test_help_cut_short_by_its_reader_is_no_mistake():
+    command = f"set -o pipefail; {sys.executable} -m jaxserve.server --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "flagfile" not in done.stderr and done.stdout.startswith("Serves a model")
+
+
+def test_empty_defaults_are_not_shown():
+    assert "(default: )" not in help_text("server")
