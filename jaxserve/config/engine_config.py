@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.config.checks import at_least, one_of
-from jaxserve.config.policy_config import POLICY_FIELDS, PolicyConfig
+from jaxserve.config.checks import at_least, one_of, positive
+from jaxserve.config.policy_config import POLICY_FIELDS, SWAPPING_PREEMPTIONS, PolicyConfig
 
 DTYPES = ("float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto",)
@@ -27,6 +27,7 @@ class SchedulerConfig(PolicyConfig):
       prefill_chunk: most prompt tokens of one request in one iteration.
       page_size: tokens in a page.
       num_pages: pages in the pool, the null page 0 included.
+      num_host_pages: pages of host memory for swapped requests; needed, and used, by "swap" and "auto" alone.
       max_model_len: most tokens (prompt + output) of one request.
       max_queue_requests, max_queue_tokens: bounds of the waiting queue (tokens: prompt + max output).
       max_prefill_seqs: most requests with a prompt chunk in one iteration.
@@ -39,6 +40,7 @@ class SchedulerConfig(PolicyConfig):
     prefill_chunk: int = 512
     page_size: int = 16
     num_pages: int = 513
+    num_host_pages: int = 0
     max_model_len: int = 1024
     max_queue_requests: int = 256
     max_queue_tokens: int = 1 << 20
@@ -65,7 +67,13 @@ class SchedulerConfig(PolicyConfig):
                 " every slot needs one token per iteration, so max_num_seqs must be at most max_num_batched_tokens"
             )
         at_least("max_steps_ahead", self.max_steps_ahead, 0)
+        at_least("num_host_pages", self.num_host_pages, 0)
         self.check_policies()
+        if (self.preemption in SWAPPING_PREEMPTIONS) != (self.num_host_pages > 0):
+            raise ValueError(
+                f"num_host_pages is {self.num_host_pages} and preemption is {self.preemption!r}; it must be at least 1"
+                " with preemption swap or auto, which copy pages to the host, and 0 without"
+            )
 
     @property
     def pages_per_seq(self) -> int:
@@ -87,6 +95,7 @@ class EngineConfig(PolicyConfig):
       max_model_len: most tokens of a request; the model's own limit when None.
       memory_fraction: share of the device's free memory that weights, workspace and KV may use.
       num_pages: KV pages; sized from memory when None.
+      swap_space: GiB of host memory for the pages of swapped requests (preemption "swap" and "auto").
       kv_cache_dtype: "auto" is `dtype`; there is no other yet.
       enable_prefix_caching: on unless set.
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
@@ -107,6 +116,7 @@ class EngineConfig(PolicyConfig):
     enable_chunked_prefill: bool = True
     page_size: int = 16
     num_pages: int | None = None
+    swap_space: float = 4.0
     memory_fraction: float = 0.8
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
@@ -131,14 +141,25 @@ class EngineConfig(PolicyConfig):
             at_least("num_pages", self.num_pages, 2)
         if self.prefill_chunk is not None:
             at_least("prefill_chunk", self.prefill_chunk, 1)
+        positive("swap_space", self.swap_space)
         one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)
         self.scheduler_config(max_model_len=self.max_model_len or 2, num_pages=self.num_pages or 2)
 
-    def scheduler_config(self, *, max_model_len: int, num_pages: int) -> SchedulerConfig:
-        """The scheduler's share, once context length and pool size are known.
+    @property
+    def swaps(self) -> bool:
+        """Whether a preempted request's pages may go to the host."""
+        return self.preemption in SWAPPING_PREEMPTIONS
+
+    def scheduler_config(
+        self, *, max_model_len: int, num_pages: int, num_host_pages: int | None = None
+    ) -> SchedulerConfig:
+        """The scheduler's share, once context length and pool sizes are known.
+
+        Args:
+          num_host_pages: None: as few as the preemption mode allows.
 
         Raises:
           ValueError: chunked prefill is off and the token budget cannot hold a whole prompt.
@@ -157,6 +178,7 @@ class EngineConfig(PolicyConfig):
             prefill_chunk=min(chunk, self.max_num_batched_tokens),
             page_size=self.page_size,
             num_pages=num_pages,
+            num_host_pages=int(self.swaps) if num_host_pages is None else num_host_pages,
             max_model_len=max_model_len,
             max_queue_requests=self.max_queue_requests,
             max_queue_tokens=self.max_queue_tokens,

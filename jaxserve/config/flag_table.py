@@ -168,6 +168,7 @@ FLAGS: tuple[Flag, ...] = (
         ("arrivals_claim_slots", _BOOL, "an arrival may take a free slot ahead of the waiting queue"),
         ("max_prefill_seqs", _COUNT, "most requests with a prompt chunk in one iteration"),
         ("max_steps_ahead", IntParser(low=0), "iterations that the host plans ahead of the device"),
+        ("num_host_pages", IntParser(low=0), "pages of host memory, for preemption swap and auto"),
     ),
     *_engine(
         "Model",
@@ -203,7 +204,12 @@ FLAGS: tuple[Flag, ...] = (
         ("queue_displacement", _BOOL, "an arrival at a full queue may displace a queued request of lower class"),
         ("reservation", ChoiceParser(RESERVATIONS), "pages a request must find to be admitted"),
         ("expected_quantile", _FLOAT, "reservation expected: quantile of the observed output lengths"),
-        ("preemption", ChoiceParser(PREEMPTIONS), "what a preempted request gives up: its slot, or its pages too"),
+        (
+            "preemption",
+            ChoiceParser(PREEMPTIONS),
+            "what a preempted request gives up: its slot alone (pause), or its pages too, which are copied to the host"
+            " (swap) or computed again (recompute); auto: the cheaper of these two",
+        ),
         ("victim", ChoiceParser(VICTIMS), "whom of the lowest class a preemption hits"),
         ("max_preemptions", _INT, "a request preempted so often is not preempted again"),
         ("priority_preemption", _BOOL, "a request of higher priority may take the slot of a lower one"),
@@ -217,6 +223,7 @@ FLAGS: tuple[Flag, ...] = (
         "KV cache and memory",
         ("page_size", _INT, "tokens per KV page; a power of two up to 256"),
         ("num_pages", _INT, "KV pages, the null page included; default: as many as memory_fraction allows"),
+        ("swap_space", _FLOAT, "GiB of host memory for pages of preempted requests (preemption swap and auto)"),
         ("kv_cache_dtype", ChoiceParser(KV_CACHE_DTYPES), "of KV pages; auto: the model's"),
         ("enable_prefix_caching", _BOOL, "keep full pages of ended requests and share them between equal beginnings"),
         ("memory_fraction", _FLOAT, "share of the free memory for weights, workspace and KV pages"),

@@ -12,7 +12,9 @@ from jaxserve.config.service_class import ServiceClass
 
 POLICIES = ("fcfs", "priority", "sjf", "edf", "fair")
 RESERVATIONS = ("guaranteed", "exact", "expected", "optimistic")
-PREEMPTIONS = ("pause", "recompute")
+PREEMPTIONS = ("pause", "swap", "recompute", "auto")
+SWAPPING_PREEMPTIONS = ("swap", "auto")
+"""Those that copy pages to the host pool."""
 VICTIMS = ("most_remaining", "least_computed")
 BATCHINGS = ("continuous", "static", "request_dynamic")
 GROWING_RESERVATIONS = ("expected", "optimistic")
@@ -31,7 +33,8 @@ class PolicyConfig:
       fair_input_weight, fair_output_weight: service counted per prompt and output token (policy "fair").
       reservation: pages a request must find to be admitted.
       expected_quantile: of the observed output lengths (reservation "expected").
-      preemption: what a preempted request gives up: its slot, or its pages too.
+      preemption: what a preempted request gives up: its slot alone ("pause"), its pages too, which are
+        copied to the host ("swap") or computed again ("recompute"), or the cheaper of these two ("auto").
       victim: whom of the lowest class a preemption hits.
       max_preemptions: a request preempted so often is not preempted again.
       priority_preemption: a higher-priority arrival without a free slot may preempt a lower one.
@@ -94,7 +97,7 @@ class PolicyConfig:
         if self.reservation in GROWING_RESERVATIONS and self.preemption == "pause":
             raise ValueError(
                 f"reservation is {self.reservation!r} and preemption is 'pause'; a paused request keeps its pages,"
-                " so a running one that lacks a page could never get it: set preemption to recompute"
+                " so a running one that lacks a page could never get it: set preemption to swap, recompute or auto"
             )
         names = [each.name for each in self.service_classes]
         for name in names:

@@ -201,7 +201,8 @@ class Engine:
                 self._observe_load()
                 return False
             self._mark_scheduled(plan, now)
-            self.metrics.preempted(len(plan.preempted))
+            if plan.preempted or plan.swaps:
+                self._count_preemptions(plan)
             prepared = self.runner.prepare(plan, self._request_of, self._outputs_of)
         handle = self.runner.dispatch(prepared)
         dispatched = time.perf_counter()
@@ -289,6 +290,11 @@ class Engine:
         stats.padded_tokens += output.bucket.decode_rows + output.bucket.prefill_tokens
         stats.output_tokens += sum(event.token_id is not None for event in events)
         self.metrics.iteration(plan.num_tokens)
+
+    def _count_preemptions(self, plan: StepPlan) -> None:
+        counters, page_bytes = self.scheduler.counters, self.runner.page_bytes
+        swapped = {name: pages * page_bytes for name, pages in counters.swapped_pages_of.items()}
+        self.metrics.preempted(len(plan.preempted), counters.recomputed_tokens_of, swapped)
 
     def _observe_load(self) -> None:
         scheduler = self.scheduler

@@ -6,6 +6,8 @@ One registry per engine. Gauges are set from the scheduler's counts after every 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jaxserve.core import REJECTION_REASONS, FinishReason
@@ -54,8 +56,21 @@ class EngineMetrics:
             [*self._labels, "reason"],
             registry=self.registry,
         )
+        self._recomputed = Counter(
+            "jaxserve:preemption_recomputed_tokens",
+            "Tokens whose K/V a preemption dropped, by service class.",
+            [*self._labels, "service_class"],
+            registry=self.registry,
+        )
+        self._swapped = Counter(
+            "jaxserve:preemption_swapped_bytes",
+            "Bytes of K/V copied to the host or back, by service class.",
+            [*self._labels, "service_class"],
+            registry=self.registry,
+        )
         self._compiles = counter("compiles", "Compilations of the process; constant after warm-up.")
         self._counted_compiles = 0
+        self._counted: dict[tuple[Counter, str], int] = {}  # of the counters by service class
         for reason in FinishReason:
             if reason is FinishReason.DISPLACED:  # counted as refused
                 continue
@@ -99,9 +114,19 @@ class EngineMetrics:
         """A request was refused at submit."""
         self._rejected.labels(**self._labels, reason=reason).inc()
 
-    def preempted(self, count: int) -> None:
-        """Requests gave up their slots."""
+    def preempted(self, count: int, recomputed: Mapping[str, int], swapped: Mapping[str, int]) -> None:
+        """Requests gave up their slots, or came back from the host.
+
+        Args:
+          count: of those that gave up their slots.
+          recomputed: tokens since the start, by service class; swapped: bytes, likewise.
+        """
         self._preemptions.inc(count)
+        for counter, sums in ((self._recomputed, recomputed), (self._swapped, swapped)):
+            for service_class, total in sums.items():
+                counted = self._counted.get((counter, service_class), 0)
+                counter.labels(**self._labels, service_class=service_class).inc(total - counted)
+                self._counted[counter, service_class] = total
 
     def iteration(self, tokens: int) -> None:
         """A step ran."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxserve.config import SchedulerConfig
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -21,6 +23,7 @@ class MemoryPlan:
       weights_bytes, workspace_bytes, state_bytes, kv_bytes: shares.
       num_pages: pages, the null page included.
       page_size: tokens per page.
+      num_host_pages, host_bytes: of the host pool for swapped requests; on the host, not the device.
     """
 
     limit_bytes: int
@@ -30,6 +33,8 @@ class MemoryPlan:
     kv_bytes: int
     num_pages: int
     page_size: int
+    num_host_pages: int = 0
+    host_bytes: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -38,7 +43,7 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the table shown at start-up."""
-        return [
+        rows = [
             ("weights", format_bytes(self.weights_bytes)),
             ("workspace of the largest step", format_bytes(self.workspace_bytes)),
             ("slot state", format_bytes(self.state_bytes)),
@@ -46,6 +51,9 @@ class MemoryPlan:
             ("tokens held at once", f"{self.max_tokens:,}"),
             ("allowed (memory_fraction)", format_bytes(self.limit_bytes)),
         ]
+        if self.num_host_pages:
+            rows.append((f"host pool (swap_space): {self.num_host_pages} pages", format_bytes(self.host_bytes)))
+        return rows
 
 
 def available_bytes(device: jax.Device) -> int:
@@ -82,6 +90,8 @@ def make_plan(
     page_size: int,
     num_pages: int | None,
     most_pages: int,
+    num_host_pages: int = 0,
+    host_bytes: int = 0,
 ) -> MemoryPlan:
     """Sizes the KV pool.
 
@@ -90,6 +100,7 @@ def make_plan(
       page_bytes: bytes of one page.
       num_pages: the caller's choice; None: as many as fit.
       most_pages: pages beyond which no request set can use more (slots x pages per sequence + null page).
+      num_host_pages, host_bytes: passed on.
 
     Raises:
       ValueError: nothing is left for pages.
@@ -116,7 +127,28 @@ def make_plan(
         kv_bytes=num_pages * page_bytes,
         num_pages=num_pages,
         page_size=page_size,
+        num_host_pages=num_host_pages,
+        host_bytes=host_bytes,
     )
+
+
+def num_host_pages(swap_space: float, page_bytes: int, limits: SchedulerConfig) -> int:
+    """Pages of the host pool: as many as fit, at most what all live requests together could hold.
+
+    Args:
+      swap_space: GiB.
+      page_bytes: of a page on all devices.
+
+    Raises:
+      ValueError: not one fits.
+    """
+    fitting = int(swap_space * 2**30) // page_bytes
+    if not fitting:
+        raise ValueError(
+            f"swap_space is {swap_space:g} GiB; a page is {format_bytes(page_bytes)}: raise swap_space, or set"
+            " preemption to recompute"
+        )
+    return min(fitting, (limits.max_num_seqs + limits.max_queue_requests) * limits.pages_per_seq)
 
 
 def format_bytes(count: int) -> str:

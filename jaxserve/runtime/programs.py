@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.core import JaxserveError, MissingBucketError
 from jaxserve.models import ModelConfig
-from jaxserve.runtime.kv_pool import pool_shape, pool_sharding
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, gather_pages, pool_shape, pool_sharding, scatter_pages
 from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row
 from jaxserve.runtime.steps import make_step
 from jaxserve.tables import Bucket, TableLayout
@@ -61,6 +61,8 @@ class ProgramTable:
         self._steps: dict[Bucket, Any] = {}
         self._measured: dict[tuple[Bucket, int], Any] = {}
         self._place: Any = None
+        self._gather: Any = None
+        self._scatter: Any = None
 
     def get(self, bucket: Bucket) -> Any:
         """The compiled step of `bucket`.
@@ -77,6 +79,37 @@ class ProgramTable:
     def place(self) -> Any:
         """The compiled `place_row`."""
         return self._place
+
+    @property
+    def gather(self) -> Any:
+        """The compiled `gather_pages`."""
+        return self._gather
+
+    @property
+    def scatter(self) -> Any:
+        """The compiled `scatter_pages`, which consumes the pool it is given."""
+        return self._scatter
+
+    def compile_swaps(self, num_pages: int) -> None:
+        """Compiles the copies of `SWAP_BLOCK` pages between a pool of `num_pages` and the host.
+
+        Raises:
+          JaxserveError: pages would not be written in place.
+        """
+        pool, block = self._pool(num_pages), self._pool(SWAP_BLOCK)
+        ids = self._on_mesh(jax.ShapeDtypeStruct((SWAP_BLOCK,), jnp.int32))
+        self._gather = jax.jit(gather_pages, out_shardings=block.sharding).lower(pool, ids).compile()
+        scatter = jax.jit(scatter_pages, donate_argnums=0, out_shardings=pool.sharding)
+        self._scatter = scatter.lower(pool, block, ids).compile()
+        _check_in_place("the program that writes swapped pages", self._scatter, pool)
+
+    def put(self, array: Any) -> jax.Array:
+        """A host array on every device."""
+        return jax.device_put(array, self._replicated)
+
+    def put_pages(self, pages: Any) -> jax.Array:
+        """A host array `[L, N, 2, K, S, D]`, sharded as the pool is."""
+        return jax.device_put(pages, pool_sharding(self._config, self._mesh))
 
     def compile(self, bucket: Bucket, num_pages: int) -> Any:
         """Compiles the step of one bucket for a pool of `num_pages`."""
@@ -126,7 +159,7 @@ class ProgramTable:
             waiting = {threads.submit(self._measured_or_compiled, b, num_pages): b for b in reversed(buckets)}
             for done, future in enumerate(as_completed(waiting), start=2):
                 bucket, program = waiting[future], future.result()
-                _check_in_place(bucket, program, pool)
+                _check_in_place(f"the step of bucket {bucket.name}", program, pool)
                 self._steps[bucket] = program
                 if progress:
                     progress(done, total, bucket.name)
@@ -165,24 +198,21 @@ def _workspace(program: Any) -> int:
     return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
-def _check_in_place(bucket: Bucket, program: Any, pool: jax.ShapeDtypeStruct) -> None:
-    """Raises JaxserveError if a step returns another pool than it was given, or copies it on its way."""
+def _check_in_place(name: str, program: Any, pool: jax.ShapeDtypeStruct) -> None:
+    """Raises JaxserveError if a program returns another pool than it was given, or copies it on its way."""
     analysis = program.memory_analysis()
     local_shape = pool.sharding.shard_shape(pool.shape)
     pool_bytes = math.prod(local_shape) * pool.dtype.itemsize
     if analysis.alias_size_in_bytes < pool_bytes:
         raise JaxserveError(
-            f"the step of bucket {bucket.name} aliases {analysis.alias_size_in_bytes} bytes; the KV pool has"
-            f" {pool_bytes}: it would be copied at every step"
+            f"{name} aliases {analysis.alias_size_in_bytes} bytes; the KV pool has"
+            f" {pool_bytes}: it would be copied every time"
         )
     # A copy of the pool is temporary memory of its size; the text, which is long, is read only then.
     if analysis.temp_size_in_bytes >= pool_bytes:
         copies = _copies(program.as_text(), {pool.shape, local_shape})
         if copies:
-            raise JaxserveError(
-                f"the step of bucket {bucket.name} copies the KV pool of {pool_bytes} bytes at every step:"
-                f" {', '.join(copies)}"
-            )
+            raise JaxserveError(f"{name} copies the KV pool of {pool_bytes} bytes every time: {', '.join(copies)}")
 
 
 _COPY = re.compile(r"= \(?(\w+\[([\d,]+)\])[^ ]* (copy|copy-start|all-gather|all-gather-start|transpose)\(")

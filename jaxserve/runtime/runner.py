@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.models import ModelConfig
-from jaxserve.runtime.kv_pool import make_pool, pool_shape, pool_sharding
-from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, make_plan
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, make_pool, pool_shape, pool_sharding
+from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, make_plan, num_host_pages
+from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress
 from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, slot_row
 from jaxserve.runtime.steps import StepOutputs
@@ -126,11 +127,19 @@ class ModelRunner:
         )
         self.memory_plan = self._plan_memory(shape)
         self.scheduler_config: SchedulerConfig = config.scheduler_config(
-            max_model_len=max_model_len, num_pages=self.memory_plan.num_pages
+            max_model_len=max_model_len,
+            num_pages=self.memory_plan.num_pages,
+            num_host_pages=self.memory_plan.num_host_pages,
         )
         self._builder = TableBuilder(self.scheduler_config, self.buckets)
+        self._swapper: PageSwapper | None = None
         self._pool: Any = None
         self._state: Any = None
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page's K and V in all layers and on all devices."""
+        return math.prod(pool_shape(self._model_config, 1, self._config.page_size)) * _itemsize(self._config.dtype)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Allocates the pool, compiles every bucket and runs each once on padding."""
@@ -141,6 +150,16 @@ class ModelRunner:
             self._model_config, self.memory_plan.num_pages, config.page_size, config.dtype, self._mesh
         )
         self._state = self._programs.make_state()
+        if config.swaps:
+            self._programs.compile_swaps(self.memory_plan.num_pages)
+            self._swapper = PageSwapper(
+                self._model_config,
+                config.page_size,
+                config.dtype,
+                self.memory_plan.num_host_pages,
+                self._programs,
+            )
+            self._pool = self._swapper.warm_up(self._pool)
         for bucket in buckets:
             outputs = self._run(bucket, *self._send_empty(bucket))
             jax.block_until_ready(outputs)
@@ -177,6 +196,8 @@ class ModelRunner:
 
     def dispatch(self, prepared: PreparedStep) -> StepHandle:
         """Sends the tables and starts the step; does not wait for it."""
+        if self._swapper and prepared.plan.swaps:
+            self._pool = self._swapper.run(self._pool, prepared.plan.swaps)
         for slot, row in prepared.slot_rows:
             self._place(slot, row)
         tables = prepared.tables
@@ -186,6 +207,8 @@ class ModelRunner:
     def collect(self, handle: StepHandle) -> StepOutput:
         """Waits for a step's tokens: the one host sync of an iteration."""
         tokens = np.asarray(handle.outputs.tokens).tolist()
+        if self._swapper and handle.plan.swaps:
+            self._swapper.settle()
         rows = handle.bucket.decode_rows
         result = StepResult(
             decode_tokens=tuple(tokens[: len(handle.plan.decode)]),
@@ -219,19 +242,32 @@ class ModelRunner:
         state = abstract_slot_state(config.max_num_seqs, self._model_config.vocab_size)
         most_pages = config.max_num_seqs * shape.pages_per_seq + 1
         allowed = int(free * config.memory_fraction)
+        host_pages = 0
+        if config.swaps:
+            host_pages = num_host_pages(config.swap_space, self.page_bytes, shape)
+            if device.platform == "cpu":
+                allowed -= host_pages * self.page_bytes // self._mesh.size
         # As many pages as there will be if memory is ample: the program compiled here is then the one that runs.
         guess = max(2, min(most_pages, (allowed - weights) // page_bytes))
         return make_plan(
             allowed_bytes=allowed,
             weights_bytes=weights,
-            workspace_bytes=self._programs.workspace_bytes(self.buckets.all()[-1], config.num_pages or guess),
+            # A block of pages on its way out and one on its way in may lie beside the step.
+            workspace_bytes=self._programs.workspace_bytes(self.buckets.all()[-1], config.num_pages or guess)
+            + 2 * SWAP_BLOCK * page_bytes * config.swaps,
             state_bytes=sum(_bytes_on_a_device(x.shape, x.dtype, self._replicated) for x in state),
             page_bytes=page_bytes,
             page_size=config.page_size,
             num_pages=config.num_pages,
             most_pages=most_pages,
+            num_host_pages=host_pages,
+            host_bytes=host_pages * self.page_bytes,
         )
 
 
 def _bytes_on_a_device(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
-    return math.prod(sharding.shard_shape(shape)) * jax.numpy.dtype(dtype).itemsize
+    return math.prod(sharding.shard_shape(shape)) * _itemsize(dtype)
+
+
+def _itemsize(dtype: Any) -> int:
+    return int(jax.numpy.dtype(dtype).itemsize)

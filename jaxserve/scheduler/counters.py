@@ -12,7 +12,8 @@ from jaxserve.core import FinishReason
 class Counters:
     """Since the start. offered = completed + rejected + expired + aborted + failed + live, at any time.
 
-    `recomputed_tokens` lost their K/V to a preemption, `cached_tokens` were found in the prefix cache.
+    `recomputed_tokens` lost their K/V to a preemption, `cached_tokens` were found in the prefix cache;
+    `swapped_pages` were copied to the host or back.
     """
 
     offered: int = 0
@@ -21,9 +22,20 @@ class Counters:
     aborted: int = 0
     failed: int = 0
     preemptions: int = 0
-    recomputed_tokens: int = 0
     cached_tokens: int = 0
+    recomputed_tokens_of: dict[str, int] = field(default_factory=dict)  # by service class
+    swapped_pages_of: dict[str, int] = field(default_factory=dict)  # likewise
     rejected: dict[str, int] = field(default_factory=dict)  # by reason
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Over all service classes."""
+        return sum(self.recomputed_tokens_of.values())
+
+    @property
+    def swapped_pages(self) -> int:
+        """Over all service classes."""
+        return sum(self.swapped_pages_of.values())
 
     @property
     def num_rejected(self) -> int:
@@ -34,6 +46,14 @@ class Counters:
     def num_ended(self) -> int:
         """Requests that are no longer live, the rejected included."""
         return self.completed + self.expired + self.aborted + self.failed + self.num_rejected
+
+    def count_recomputed(self, service_class: str, num_tokens: int) -> None:
+        """A preemption made so many tokens worthless."""
+        self.recomputed_tokens_of[service_class] = self.recomputed_tokens_of.get(service_class, 0) + num_tokens
+
+    def count_swapped(self, service_class: str, num_pages: int) -> None:
+        """So many pages go to the host or come back."""
+        self.swapped_pages_of[service_class] = self.swapped_pages_of.get(service_class, 0) + num_pages
 
     def count_rejection(self, reason: str) -> None:
         """One more refused for `reason`."""

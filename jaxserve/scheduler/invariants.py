@@ -70,8 +70,11 @@ def _check_pages(scheduler: SchedulerState) -> None:
     for sequence in holders.values():
         for page in sequence.pages:
             holders_of.setdefault(page, []).append(sequence.request_id)
-        if not sequence.restarted:
-            needed = -(-sequence.num_scheduled // scheduler.config.page_size)
+        needed = -(-sequence.num_scheduled // scheduler.config.page_size)
+        if sequence.host_pages:
+            assert not sequence.pages and sequence in scheduler._waiting, f"{sequence.request_id} is not swapped out"
+            assert len(sequence.host_pages) == needed, f"{sequence.request_id}: {sequence.host_pages} of {needed}"
+        elif not sequence.restarted and (sequence.finish_reason is None or sequence.pages):
             assert len(sequence.pages) == needed, f"{sequence.request_id} has {len(sequence.pages)} pages, not {needed}"
         assert sequence.num_promised_pages >= 0, f"{sequence.request_id} is owed {sequence.num_promised_pages} pages"
     pages = scheduler._pages
@@ -81,6 +84,10 @@ def _check_pages(scheduler: SchedulerState) -> None:
         assert len(ids) == 1 or scheduler.config.enable_prefix_caching, f"page {page} belongs to {ids}"
         assert not pages.cache.is_idle(page), f"page {page} of {ids} counts as let go"
     assert len(holders_of) == scheduler.pages_owned, f"{scheduler.pages_owned} pages owned, {len(holders_of)} are held"
+    on_host = [page for sequence in holders.values() for page in sequence.host_pages]
+    assert len(set(on_host)) == len(on_host), f"host pages {sorted(on_host)} have two owners"
+    accounted = scheduler.host_pages_free + len(on_host)
+    assert accounted == scheduler.config.num_host_pages, f"{accounted} host pages are accounted for"
     promised = sum(sequence.num_promised_pages for sequence in holders.values())
     assert promised == scheduler._reservation.num_promised, f"{promised} pages are promised, counted otherwise"
     if scheduler.config.reservation != "exact":  # there only the worst moment has to fit

@@ -112,12 +112,26 @@ class Placement:
     num_cached_tokens: int = 0
 
 
+class PageSwap(NamedTuple):
+    """Pages of one request copied between the KV pool and the host pool, pairwise.
+
+    `out` is true from the device to the host. It happens on the device after every earlier plan and before
+    the rows of its own, so what a step in flight writes is copied, and the pages it frees may be used at once.
+    """
+
+    request_id: str
+    out: bool
+    page_ids: tuple[int, ...]
+    host_page_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration, in execution order: placements, page updates, decode rows and prefill chunks.
+    """One iteration, in execution order: swaps, placements, page updates, decode rows and prefill chunks.
 
-    Decode rows and prefill chunks are each in the order in which their requests took their slots. An
-    empty plan (no decode row and no chunk) is not dispatched. `iteration` counts dispatched plans from 0.
+    Swaps are in the order in which they were decided. Decode rows and prefill chunks are each in the order in
+    which their requests took their slots. An empty plan (no decode row and no chunk) is not dispatched.
+    `iteration` counts dispatched plans from 0.
     """
 
     iteration: int
@@ -126,6 +140,7 @@ class StepPlan:
     placements: tuple[Placement, ...] = ()
     pages: tuple[PageUpdate, ...] = ()
     preempted: tuple[str, ...] = ()
+    swaps: tuple[PageSwap, ...] = ()
 
     @property
     def empty(self) -> bool:

@@ -16,7 +16,8 @@ States of a request
          │                   └────promoted──▶ │
          └─ slot free ──────────────────────▶ RUNNING ─last row planned─▶ LANDING ─it came back─▶ ended
 
-    WAITING   in the queue. Holds no slot; pages only if it was paused (a recompute loses them).
+    WAITING   in the queue. Holds no slot; pages only if it was paused. A swap keeps them on the host, a
+              recompute loses them.
     RUNNING   holds a slot. Every plan carries it while the token budget, and the pages, last.
     LANDING   needs no further plan. Its slot is free for the next one, its last step is in flight.
     Any live state ends at once by a stop id, abort or deadline.
@@ -47,7 +48,7 @@ are dropped. Updates come in the order of the plans.
 
 The device runs steps in order and results return by row, not by slot. So a slot is free for the next
 plan as soon as its holder needs no more rows. A page is freed later, when no step in flight can touch
-it, because pages are also read and moved outside the step stream.
+it, but for those of a swapped request: their copy to the host stands in the stream, before their next use.
 
 What may never happen
 ---------------------
@@ -79,7 +80,6 @@ from jaxserve.scheduler.prompt_choice import PromptChoice
 from jaxserve.scheduler.row_planner import RowPlanner
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight
-from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.trace import TraceRecorder
 
 
@@ -95,7 +95,6 @@ class Scheduler(RowPlanner):
     def __init__(self, config: SchedulerConfig, trace: Callable[[dict[str, Any]], None] | None = None) -> None:
         super().__init__(config)
         self._events: list[TokenEvent] = []
-        self._step_time = StepTimeModel()
         self._gate = Gate(config, self._reservation, self._departures, self._step_time)
         self._prompts = PromptChoice(config, self._step_time)
         self._updated_at = -math.inf
@@ -204,10 +203,12 @@ class Scheduler(RowPlanner):
             placements=tuple(placements),
             pages=tuple(pages),
             preempted=tuple(self._preempted),
+            swaps=tuple(self._swaps),
         )
         if not plan.empty:
             self._in_flight.append(Flight(plan, now, decoding, [sequence for sequence, _ in chosen]))
             self._preempted = []
+            self._swaps = []
             self._num_plans += 1
         return plan
 
@@ -226,7 +227,9 @@ class Scheduler(RowPlanner):
             f"plan {plan.iteration} is updated before plan {flight.plan.iteration}"
         )
         num_prefill = plan.num_tokens - len(plan.decode)
-        self._step_time.observe(len(plan.decode), num_prefill, now - max(flight.now, self._updated_at))
+        num_swapped = sum(len(swap.page_ids) for swap in plan.swaps)
+        seconds = now - max(flight.now, self._updated_at)
+        self._step_time.observe(len(plan.decode), num_prefill, seconds, num_swapped)
         self._updated_at = now
         if self.config.enable_prefix_caching:
             self._remember_written(flight)
@@ -323,7 +326,7 @@ class Scheduler(RowPlanner):
                 victim = None if self._returning else self._victims.for_pages(self._running.values())
                 if victim is not None:
                     self._preempt(victim)
-                    if victim.num_in_flight:
+                    if victim.num_in_flight and victim.pages:
                         self._returning.append(victim)
                 if victim is None or victim is sequence:
                     starved.append(sequence)
@@ -383,6 +386,7 @@ class Scheduler(RowPlanner):
         if not self._waiting.remove(sequence) and sequence.slot != NO_SLOT:
             self._vacate(sequence)
         self._release_pages(sequence)
+        self._free_host_pages(sequence)
         self._leave(sequence)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.observe(len(sequence.output_token_ids))

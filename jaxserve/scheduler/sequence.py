@@ -26,6 +26,7 @@ class Sequence:
         [0, num_scheduled) is valid for the next plan.
       output_token_ids: tokens the host has seen; trails by the steps in flight.
       pages: pages held, in token order.
+      host_pages: of the host pool, likewise, while it is swapped out; it holds no others then.
       num_promised_pages: pages it does not hold yet and will find free (see `reservations`).
       num_in_flight: plans not yet updated that carry a row of it.
       num_preemptions: times it lost its slot.
@@ -46,6 +47,7 @@ class Sequence:
     num_scheduled: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    host_pages: list[int] = field(default_factory=list)
     num_promised_pages: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0

@@ -13,15 +13,18 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler import invariants
 from jaxserve.scheduler.batching import Batching
 from jaxserve.scheduler.counters import Counters, DepartureRate
+from jaxserve.scheduler.host_pages import HostPages
 from jaxserve.scheduler.length_estimator import LengthEstimator
 from jaxserve.scheduler.orders import ORDERS
 from jaxserve.scheduler.page_allocator import PageAllocator
-from jaxserve.scheduler.plan import StepPlan
+from jaxserve.scheduler.plan import PageSwap, StepPlan
+from jaxserve.scheduler.preemption import PreemptionChoice
 from jaxserve.scheduler.prefix_cache import page_name, root_of
 from jaxserve.scheduler.reservations import RESERVATIONS
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.sequence_heap import SequenceHeap
 from jaxserve.scheduler.slots import SlotPool
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.victims import VictimChoice
 from jaxserve.scheduler.waiting_queue import WaitingQueue
 
@@ -47,9 +50,12 @@ class SchedulerState:
         self.config = config
         self.counters = Counters()
         self._lengths = LengthEstimator()
+        self._step_time = StepTimeModel()
         self._pages = PageAllocator(config.num_pages)
+        self._host_pages = HostPages(config.num_host_pages)
         self._reservation = RESERVATIONS[config.reservation](config, self._pages, self._lengths)
         self._victims = VictimChoice(config.victim, config.max_preemptions)
+        self._preemption = PreemptionChoice(config.preemption, self._host_pages, self._step_time)
         self._batching = Batching(config)
         self._slots = SlotPool(config.max_num_seqs)
         self._order = ORDERS[config.policy](config, self._lengths)
@@ -63,6 +69,7 @@ class SchedulerState:
         self._running: dict[int, Sequence] = {}  # by slot, in promotion order
         self._unplaced: dict[int, Sequence] = {}  # by slot: took it since the last plan
         self._preempted: list[str] = []  # since the last plan
+        self._swaps: list[PageSwap] = []  # likewise
         self._in_flight: deque[Flight] = deque()
         self._num_arrivals = 0
         self._num_plans = 0
@@ -103,6 +110,11 @@ class SchedulerState:
     def pages_owned(self) -> int:
         """Pages of requests that are live or have a step in flight."""
         return self._pages.num_owned
+
+    @property
+    def host_pages_free(self) -> int:
+        """Pages of the host pool that hold nobody's K/V."""
+        return self._host_pages.num_free
 
     @property
     def num_plans(self) -> int:
@@ -155,20 +167,27 @@ class SchedulerState:
         if shared:
             self._pages.share(shared)
             sequence.pages += shared
-            sequence.num_scheduled = len(shared) * self.config.page_size
             sequence.num_named_pages = len(shared)
+        if shared and not sequence.host_pages:
+            sequence.num_scheduled = len(shared) * self.config.page_size
             self.counters.cached_tokens += sequence.num_scheduled
             if not sequence.num_preemptions:
                 sequence.num_cached_tokens = sequence.num_scheduled
         return True
 
     def _cached_pages(self, sequence: Sequence) -> list[int]:
-        """Pages of its beginning; the last token is always computed, and so are prompts that want scores."""
-        if not self.config.enable_prefix_caching or sequence.num_scheduled or sequence.pages:
+        """Pages of its beginning; the last token is always computed, and so are prompts that want scores.
+
+        Of one that was swapped out, the pages that are still there need not be copied back.
+        """
+        if not self.config.enable_prefix_caching or sequence.pages:
             return []
-        if sequence.request.params.prompt_logprobs is not None:
+        if sequence.host_pages:
+            count = sequence.num_scheduled // self.config.page_size
+        elif sequence.num_scheduled or sequence.request.params.prompt_logprobs is not None:
             return []
-        count = (sequence.num_known_tokens - 1) // self.config.page_size
+        else:
+            count = (sequence.num_known_tokens - 1) // self.config.page_size
         self._name_pages(sequence, count)
         return self._pages.cache.find(sequence.page_names[:count])
 
@@ -193,7 +212,7 @@ class SchedulerState:
         for sequence, num_written in zip((*flight.decode, *flight.prefill), written, strict=True):
             # The first test decides for nearly every row: a page is full once in many tokens.
             if num_written // self.config.page_size > sequence.num_named_pages and not (
-                sequence.finish_reason is not None or sequence.restarted
+                sequence.finish_reason is not None or sequence.restarted or sequence.host_pages
             ):
                 self._remember_pages(sequence, num_written)
 
@@ -213,6 +232,8 @@ class SchedulerState:
         if sequence.restarted:
             sequence.restarted = False
             sequence.num_prefill_tokens = sequence.num_known_tokens
+        if sequence.host_pages:
+            self._swap_in(sequence)
         if sequence.request.service_class in self._num_slots_held:
             self._num_slots_held[sequence.request.service_class] += 1
         if self._order.counters is not None:
@@ -228,17 +249,48 @@ class SchedulerState:
             self._num_slots_held[sequence.request.service_class] -= 1
 
     def _preempt(self, victim: Sequence) -> None:
-        """Sends a sequence from its slot to the queue, with its pages or without."""
+        """Sends a sequence from its slot to the queue, with its pages, a copy of them on the host, or none."""
         self._vacate(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
         self._preempted.append(victim.request_id)
-        if self.config.preemption == "recompute":
-            self.counters.recomputed_tokens += victim.num_scheduled
+        mode = self._preemption.mode_for(victim)
+        if mode == "swap":
+            self._swap_out(victim)
+        elif mode == "recompute":
+            self.counters.count_recomputed(victim.request.service_class, victim.num_scheduled)
             victim.num_scheduled = 0
             victim.restarted = True
             self._release_pages(victim)
         self._waiting.push(victim)
+
+    def _swap_out(self, victim: Sequence) -> None:
+        """Its pages are free for the next plan, which copies them to the host before anything else."""
+        victim.host_pages = self._host_pages.allocate(len(victim.pages))
+        self._swap(victim, True, victim.pages, victim.host_pages)
+        self._reservation.release(victim)
+        self._pages.release(victim.pages)
+        victim.pages = []
+        victim.num_named_pages = 0
+
+    def _swap_in(self, sequence: Sequence) -> None:
+        """Takes promised pages for what the prefix cache no longer has of it."""
+        num_shared = len(sequence.pages)
+        lacking = sequence.host_pages[num_shared:]
+        if lacking:
+            self._reservation.take(sequence, len(lacking))
+            pages = self._pages.allocate(len(lacking))
+            self._swap(sequence, False, pages, lacking)
+            sequence.pages += pages
+        self._free_host_pages(sequence)
+
+    def _swap(self, sequence: Sequence, out: bool, pages: list[int], host_pages: list[int]) -> None:
+        self._swaps.append(PageSwap(sequence.request_id, out, tuple(pages), tuple(host_pages)))
+        self.counters.count_swapped(sequence.request.service_class, len(pages))
+
+    def _free_host_pages(self, sequence: Sequence) -> None:
+        self._host_pages.release(sequence.host_pages)
+        sequence.host_pages = []
 
     def _release_pages(self, sequence: Sequence) -> None:
         """Gives back promises at once, and pages as soon as no step in flight can touch them."""

@@ -1,4 +1,4 @@
-"""StepTimeModel: how long an iteration takes, learned from those that ran."""
+"""StepTimeModel: how long an iteration takes, and a page's copy to the host, learned from those that ran."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ class StepTimeModel:
     FORGETTING = 0.98
     MIN_STEPS = 8
     _INITIAL_VARIANCE = 1e4
+    _SWAP_GAIN = 0.25
 
     def __init__(self) -> None:
         self._weights = [0.0, 0.0, 0.0]
         self._covariance = [[self._INITIAL_VARIANCE * (i == j) for j in range(3)] for i in range(3)]
         self._num_steps = 0
+        self._swap_page_s: float | None = None
         self.fastest_s = 0.0
 
-    def observe(self, num_decode: int, num_prefill: int, seconds: float) -> None:
-        """An iteration with so many decode rows and prompt tokens took `seconds`."""
+    def observe(self, num_decode: int, num_prefill: int, seconds: float, num_swapped: int = 0) -> None:
+        """An iteration with so many decode rows, prompt tokens and swapped pages took `seconds`."""
         if seconds <= 0.0:
+            return
+        if num_swapped:
+            self._observe_swap(num_swapped, seconds - self.predict(num_decode, num_prefill))
             return
         x = (1.0, float(num_decode), float(num_prefill))
         p = self._covariance
@@ -50,6 +55,28 @@ class StepTimeModel:
         """Seconds of an iteration; 0.0 before the first was measured."""
         a, b, c = self._weights
         return a + b * num_decode + c * num_prefill
+
+    def prefill_s(self, num_tokens: int) -> float | None:
+        """Seconds that so many prompt tokens add to iterations; None while too little was measured to say."""
+        if self._num_steps < self.MIN_STEPS or self._weights[2] <= 0.0:
+            return None
+        return self._weights[2] * num_tokens
+
+    def swap_s(self, num_pages: int) -> float | None:
+        """Seconds that copying so many pages, to the host or back, adds; None before the first was measured."""
+        return None if self._swap_page_s is None else self._swap_page_s * num_pages
+
+    def forget_swap(self, share: float) -> None:
+        """Lowers the price of a swap by a share of it: one that nobody pays is not measured any more."""
+        if self._swap_page_s is not None:
+            self._swap_page_s *= 1.0 - share
+
+    def _observe_swap(self, num_pages: int, seconds: float) -> None:
+        if self._num_steps < self.MIN_STEPS:
+            return
+        page_s = max(seconds, 0.0) / num_pages
+        old = page_s if self._swap_page_s is None else self._swap_page_s
+        self._swap_page_s = old + self._SWAP_GAIN * (page_s - old)
 
     def prefill_tokens_within(self, target_s: float, num_decode: int) -> int | None:
         """Prompt tokens that fit beside the decode rows; None while too little was measured to say."""

@@ -9,6 +9,8 @@ holds lengths, never tokens or texts. Keys:
 | iteration, now | number of the plan; instant it was made |
 | decode, prefill, prefill_emitted | ids; [id, tokens] pairs; ids whose prompt ended with a token |
 | preempted | ids that lost their slot since the plan before |
+| swapped_out, swapped_in | [id, pages] pairs of the plan, in order; only with a host pool, like the next |
+| host_pages_free | of the host pool, after the iteration |
 | rejected, completed, aborted, expired, failed | ids, since the record before, in order |
 | queue, active | ids after the iteration: waiting, and holding a slot, in promotion order |
 | unused_budget | token budget less tokens |
@@ -161,6 +163,7 @@ class TraceRecorder:
                 "in_flight": self._instants_in_flight(),
                 "updated_at": scheduler._updated_at,
                 "preempted_next": list(scheduler._preempted),
+                **self._swapping(plan),
                 **self._sharing(plan),
                 "events": self._events,
             }
@@ -179,6 +182,16 @@ class TraceRecorder:
         self._events.append({"kind": kind, "id": request_id, "now": now, "step": step, **details})
         if len(self._events) >= MAX_EVENTS:
             self.flush()
+
+    def _swapping(self, plan: StepPlan) -> dict[str, Any]:
+        scheduler = self._scheduler
+        if not scheduler.config.num_host_pages:
+            return {}
+        return {
+            "swapped_out": [[swap.request_id, len(swap.page_ids)] for swap in plan.swaps if swap.out],
+            "swapped_in": [[swap.request_id, len(swap.page_ids)] for swap in plan.swaps if not swap.out],
+            "host_pages_free": scheduler.host_pages_free,
+        }
 
     def _sharing(self, plan: StepPlan) -> dict[str, Any]:
         """Pages that the requests of `plan` filled, with those of the requests that ended in it."""

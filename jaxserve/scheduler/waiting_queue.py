@@ -86,7 +86,7 @@ class WaitingQueue:
         """Puts in a sequence for which `refusal` is None."""
         line = self._lines[sequence.request.service_class]
         line.heap.push(self._order.key(sequence), sequence)
-        if sequence.num_preemptions and not sequence.restarted:
+        if sequence.num_preemptions and not sequence.restarted and not sequence.host_pages:
             self._paused.push(self._order.key(sequence), sequence)
         if self._by_rank is not None and not sequence.num_preemptions:
             self._by_rank.push((-sequence.request.priority, -sequence.arrival), sequence)

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve import SamplingParams
 from jaxserve.core import Terms
+from jaxserve.runtime import COMPILES
 from tests.engine.conftest import assert_idle_clean, greedy, ids, random_prompts
 
 LENGTHS = (3, 40, 17, 60, 33, 9, 48, 16, 64, 5, 31, 22)
@@ -56,7 +57,37 @@ def test_recomputed_requests_get_the_same(make_llm, prompts, case, reservation, 
     assert_idle_clean(llm)
 
 
-@pytest.mark.parametrize("preemption", ["pause", "recompute"])
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("preemption", ["swap", "auto"])
+def test_swapped_requests_get_the_same(make_llm, prompts, case, preemption, cache):
+    settings, alone = case
+    llm = make_llm(**SCARCE, reservation="optimistic", preemption=preemption, enable_prefix_caching=cache)
+    counters, engine = llm.engine.scheduler.counters, llm.engine
+    before = counters.swapped_pages
+    engine.reset_prefix_cache()
+    engine.runner.fill_pool(float("nan"))
+    compiles = COMPILES.count
+    assert ids(llm.generate(prompts, settings, use_tqdm=False)) == alone
+    if preemption == "swap":
+        assert counters.swapped_pages > before, "nothing was swapped: the test shows nothing"
+    assert COMPILES.count == compiles
+    assert engine.scheduler.host_pages_free == engine.runner.scheduler_config.num_host_pages
+    assert_idle_clean(llm)
+
+
+def test_a_full_host_pool_makes_them_recompute(make_llm, prompts, case):
+    settings, alone = case
+    page_gib = 2 * 2 * 2 * 4 * 16 * 4 / 2**30  # of the tiny model: layers, K and V, heads, tokens, head size, bytes
+    llm = make_llm(**SCARCE, reservation="optimistic", preemption="swap", swap_space=15 * page_gib)
+    assert llm.engine.runner.scheduler_config.num_host_pages == 15
+    counters = llm.engine.scheduler.counters
+    before = counters.swapped_pages, counters.recomputed_tokens
+    assert ids(llm.generate(prompts, settings, use_tqdm=False)) == alone
+    assert counters.swapped_pages > before[0] and counters.recomputed_tokens > before[1]
+    assert_idle_clean(llm)
+
+
+@pytest.mark.parametrize("preemption", ["pause", "swap", "recompute"])
 def test_requests_that_lost_their_slot_to_a_higher_class_get_the_same(make_llm, prompts, case, preemption):
     settings, alone = case
     llm = make_llm(max_num_seqs=2, priority_preemption=True, preemption=preemption, enable_prefix_caching=False)

@@ -36,7 +36,7 @@ def test_workspace_does_not_grow_with_the_pool(runner, bucket):
     page = 2 * 2 * 2 * 16 * 16 * 4
     assert large.memory_analysis().alias_size_in_bytes >= 900 * page
     with pytest.raises(JaxserveError, match="would be copied"):
-        _check_in_place(bucket, small, programs._pool(900))
+        _check_in_place(f"the step of bucket {bucket.name}", small, programs._pool(900))
 
 
 def test_a_missing_bucket_is_a_hard_error(runner):

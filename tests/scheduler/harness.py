@@ -59,6 +59,7 @@ class FakeDevice:
         self._tables: list[dict[int, int]] = [{} for _ in range(config.max_num_seqs)]
         self._last_token = [-1] * config.max_num_seqs
         self._memory: dict[tuple[int, int], Content] = {}  # by (page, offset)
+        self._host: dict[tuple[int, int], Content] = {}  # likewise, of the host pool
         self._sample = sample
 
     def run(self, plan: StepPlan, content_of: Callable[[str, int], Content]) -> StepResult:
@@ -67,6 +68,13 @@ class FakeDevice:
         Args:
           content_of: what K/V of a request's token at a position is; its last item is the token.
         """
+        for swap in plan.swaps:
+            for page, host_page in zip(swap.page_ids, swap.host_page_ids, strict=True):
+                assert page != 0, f"{swap.request_id} swaps the null page"
+                if swap.out:
+                    self._copy(self._memory, page, self._host, host_page)
+                else:
+                    self._copy(self._host, host_page, self._memory, page)
         for placement in plan.placements:
             self._tables[placement.slot] = {}
             self._last_token[placement.slot] = placement.last_token_id
@@ -96,6 +104,14 @@ class FakeDevice:
             if emitted:
                 self._last_token[slot] = token
         return StepResult(tuple(sampled[: len(plan.decode)]), tuple(sampled[len(plan.decode) :]))
+
+    def _copy(
+        self, source: dict[tuple[int, int], Content], page: int, target: dict[tuple[int, int], Content], to: int
+    ) -> None:
+        for offset in range(self._page_size):
+            target.pop((to, offset), None)
+            if (page, offset) in source:
+                target[to, offset] = source[page, offset]
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         return self._tables[slot][position // self._page_size], position % self._page_size

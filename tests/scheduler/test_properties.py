@@ -19,6 +19,7 @@ from jaxserve.config.policy_config import (
     POLICIES,
     PREEMPTIONS,
     RESERVATIONS,
+    SWAPPING_PREEMPTIONS,
     VICTIMS,
 )
 from jaxserve.core import FinishReason, Request, SamplingParams
@@ -53,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 9),
         prefills=st.integers(1, 4),
         pages=st.integers(4, 40),
+        host_pages=st.integers(1, 20),
         queue=st.integers(0, 6),
         queue_tokens=st.sampled_from([30, 90, 1000]),
         preemption=st.booleans(),
@@ -83,14 +85,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk: int,
         prefills: int,
         pages: int,
+        host_pages: int,
         queue: int,
         queue_tokens: int,
         preemption: bool,
         claims: bool,
         policies: dict[str, Any],
     ) -> None:
-        if policies["reservation"] in GROWING_RESERVATIONS:
+        if policies["reservation"] in GROWING_RESERVATIONS and policies["preemption"] == "pause":
             policies["preemption"] = "recompute"
+        policies["num_host_pages"] = host_pages if policies["preemption"] in SWAPPING_PREEMPTIONS else 0
         self.harness = Harness(
             make_config(
                 max_num_seqs=slots,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -16,8 +17,8 @@ from jaxserve.config.policy_config import (
     BATCHINGS,
     GROWING_RESERVATIONS,
     POLICIES,
-    PREEMPTIONS,
     RESERVATIONS,
+    SWAPPING_PREEMPTIONS,
     VICTIMS,
 )
 from jaxserve.core import Request, SamplingParams
@@ -40,7 +41,7 @@ def draw_config(rng: random.Random) -> SchedulerConfig:
         arrivals_claim_slots=rng.random() < 0.3,
         policy=rng.choice(POLICIES),
         reservation=reservation,
-        preemption="recompute" if reservation in GROWING_RESERVATIONS else rng.choice(PREEMPTIONS),
+        preemption="recompute" if reservation in GROWING_RESERVATIONS else rng.choice(("pause", "recompute")),
         victim=rng.choice(VICTIMS),
         max_preemptions=rng.randint(1, 4),
         batching=rng.choice(("continuous", *BATCHINGS)),
@@ -52,6 +53,14 @@ def draw_config(rng: random.Random) -> SchedulerConfig:
         itl_target_s=rng.choice([None, 0.5, 1.5]),
         service_classes=rng.choice([(), CLASSES]),
     )
+
+
+def with_swaps(config: SchedulerConfig, seed: int) -> SchedulerConfig:
+    """The same, but about half of them swap. Apart from `draw_config`, whose seeds are to keep their meaning."""
+    rng = random.Random(f"swaps {seed}")
+    if rng.random() < 0.5:
+        return config
+    return replace(config, preemption=rng.choice(SWAPPING_PREEMPTIONS), num_host_pages=rng.randint(1, 30))
 
 
 def draw_request(rng: random.Random, request_id: str, harness: Harness) -> Request:
@@ -69,10 +78,11 @@ def draw_request(rng: random.Random, request_id: str, harness: Harness) -> Reque
     )
 
 
-def live(seed: int) -> Harness:
+def live(seed: int, *, swaps: bool = True) -> Harness:
     """One run to its end, checked."""
     rng = random.Random(seed)
-    harness = Harness(draw_config(rng), rng.randint(0, 3), sample)
+    config = draw_config(rng)
+    harness = Harness(with_swaps(config, seed) if swaps else config, rng.randint(0, 3), sample)
     admitted: dict[str, Request] = {}
     for moment in range(60):
         if rng.random() < 0.6 and moment < 45:
@@ -89,6 +99,7 @@ def live(seed: int) -> Harness:
         ended = harness.ends[request_id] in ("stop", "length")
         assert output == (whole if ended else whole[: len(output)]), request_id
     scheduler = harness.scheduler
+    assert scheduler.host_pages_free == harness.config.num_host_pages
     assert scheduler.pages_owned == scheduler.num_waiting == scheduler._reservation.num_promised == 0
     return harness
 
@@ -103,6 +114,7 @@ def lives(seeds: range) -> Counter[str]:
             raise AssertionError(f"seed {seed}: {error}") from error
         total["preemptions"] += counters.preemptions
         total["recomputed_tokens"] += counters.recomputed_tokens
+        total["swapped_pages"] += counters.swapped_pages
         total["cached_tokens"] += counters.cached_tokens
         total["displaced"] += counters.rejected.get("displaced", 0)
         total["completed"] += counters.completed
@@ -112,12 +124,13 @@ def lives(seeds: range) -> Counter[str]:
 def test_every_combination_of_policies_brings_everyone_to_an_end() -> None:
     total = lives(range(250))
     # Seeds under which the paths in question were not taken would prove nothing.
-    assert all(total[name] > 50 for name in ("preemptions", "recomputed_tokens", "cached_tokens", "displaced"))
+    names = ("preemptions", "recomputed_tokens", "swapped_pages", "cached_tokens", "displaced")
+    assert all(total[name] > 50 for name in names), total
 
 
 @pytest.mark.parametrize("seed", [415, 827, 10631, 11633, 12096, 12232, 20482])
 def test_runs_that_once_got_stuck(seed: int) -> None:
-    live(seed)
+    live(seed, swaps=False)
 
 
 @pytest.mark.slow

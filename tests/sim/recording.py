@@ -12,7 +12,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Priority, SamplingParams
 from jaxserve.scheduler import TraceWriter
 from tests.scheduler.harness import STOP_ID, Harness, make_request
-from tests.scheduler.test_random_runs import draw_config
+from tests.scheduler.test_random_runs import draw_config, with_swaps
 
 
 def write_trace(path: Path, config: SchedulerConfig, records: Iterable[Mapping[str, Any]]) -> Path:
@@ -42,13 +42,13 @@ def random_config(draw: random.Random) -> SchedulerConfig:
     )
 
 
-def random_run(seed: int, lag: int, moves: int = 60, *, sharing: bool = False) -> Harness:
+def random_run(seed: int, lag: int, moves: int = 60, *, sharing: bool = False, swaps: bool = True) -> Harness:
     """A run with aborts, stop strings, stop ids, deadlines, refusals, reused ids, jumps of time and flushes.
 
-    `sharing`: with a prefix cache, which other runs have at random.
+    `sharing`: with a prefix cache, which other runs have at random. `swaps`: half of the runs swap.
     """
     draw = random.Random(seed)
-    config = random_config(draw)
+    config = with_swaps(random_config(draw), seed) if swaps else random_config(draw)
     harness = Harness(replace(config, enable_prefix_caching=True) if sharing else config, lag, sample)
 
     def add() -> None:

@@ -1,0 +1,90 @@
+"""PageSwapper: copies pages between the KV pool and the host pool, for requests that were swapped out.
+
+Pages go in blocks of `SWAP_BLOCK`, one compiled program each way, so that nothing compiles while serving:
+
+    out   gather(pool, ids) -> block        starts its way to the host at once; `settle` stores it later
+    in    scatter(pool, block, ids) -> pool the pool is donated and updated in place
+
+Both stand in the device's stream like steps: a gather sees what every step before it wrote, and a page it
+has read may be written by the next step. The host pool is ordinary memory, committed as it is first used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Items
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.models import ModelConfig
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, pool_shape
+from jaxserve.runtime.programs import ProgramTable
+from jaxserve.scheduler.plan import PageSwap
+
+
+class PageSwapper:
+    """Owns the host pool.
+
+    Args:
+      model_config, page_size, dtype: of the KV pool.
+      num_host_pages: pages of the host pool.
+      programs: with compiled swaps.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, page_size: int, dtype: str, num_host_pages: int, programs: ProgramTable
+    ) -> None:
+        self._programs = programs
+        # [L, H, 2, K, S, D], as the KV pool.
+        self._pages: NDArray[np.generic] = np.zeros(
+            pool_shape(model_config, num_host_pages, page_size), jnp.dtype(dtype)
+        )
+        self._outgoing: deque[tuple[jax.Array, Items[int]]] = deque()  # blocks and their host pages
+
+    def run(self, pool: jax.Array, swaps: Items[PageSwap]) -> jax.Array:
+        """Starts the copies of one plan, in order.
+
+        Returns:
+          The pool as the plan's step is to see it; `pool` itself must not be used any more.
+        """
+        for swap in swaps:
+            for first in range(0, len(swap.page_ids), SWAP_BLOCK):
+                pages, host_pages = (ids[first : first + SWAP_BLOCK] for ids in (swap.page_ids, swap.host_page_ids))
+                if swap.out:
+                    self._send(pool, pages, host_pages)
+                else:
+                    pool = self._fetch(pool, pages, host_pages)
+        return pool
+
+    def settle(self) -> None:
+        """Stores every block on its way; waits for those that the device has not finished."""
+        while self._outgoing:
+            block, host_pages = self._outgoing.popleft()
+            self._pages[:, host_pages] = np.asarray(block)[:, : len(host_pages)]
+
+    def warm_up(self, pool: jax.Array) -> jax.Array:
+        """Runs both programs once, on the null page."""
+        block = self._programs.gather(pool, self._padded(()))
+        return self._programs.scatter(pool, block, self._padded(()))
+
+    def _send(self, pool: jax.Array, pages: Items[int], host_pages: Items[int]) -> None:
+        block = self._programs.gather(pool, self._padded(pages))
+        block.copy_to_host_async()
+        self._outgoing.append((block, host_pages))
+
+    def _fetch(self, pool: jax.Array, pages: Items[int], host_pages: Items[int]) -> jax.Array:
+        # A request hardly ever comes back within the iteration that sent it away; then this waits.
+        if any(not set(host_pages).isdisjoint(on_their_way) for _, on_their_way in self._outgoing):
+            self.settle()
+        layers, _, *page = self._pages.shape
+        block = np.zeros((layers, SWAP_BLOCK, *page), self._pages.dtype)
+        block[:, : len(host_pages)] = self._pages[:, host_pages]
+        return self._programs.scatter(pool, self._programs.put_pages(block), self._padded(pages))
+
+    def _padded(self, pages: Items[int]) -> jax.Array:
+        ids = np.zeros(SWAP_BLOCK, np.int32)  # the rest is the null page
+        ids[: len(pages)] = pages
+        return self._programs.put(ids)
