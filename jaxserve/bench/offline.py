@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ from jaxserve.engine.engine import EngineStats
 
 PREFILL_TOKENS = 128
 """Prompt tokens of an iteration: one compiled prefill shape, so that a measurement starts soon."""
+
+PAGE_SIZE = 16
 
 COLUMNS = (
     Column("dtype", "dtype"),
@@ -36,11 +37,17 @@ def run(flags: FlagValues) -> None:
 
 
 def measure(flags: FlagValues, dtype: str, slots: int) -> dict[str, Any]:
-    """Medians over the runs of one setting.
+    """Medians over the runs of one setting."""
+    llm = make_llm(flags, dtype, slots)
+    prompts, params = make_requests(flags, slots, llm.engine.limits.vocab_size)
+    runs = [one_run(llm, prompts, params, slots) for _ in range(flags.runs)]
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    output_tokens = sum(each.max_tokens or 0 for each in params)
+    return {"dtype": dtype, "slots": slots, "requests": len(prompts), "output_tokens": output_tokens, **medians}
 
-    Output lengths go from half of `output_tokens` up to it, so slots are freed at different times and
-    utilisation says how well they are filled again.
-    """
+
+def make_llm(flags: FlagValues, dtype: str, slots: int, **settings: Any) -> LLM:
+    """An engine for the requests of `make_requests`, with one compiled shape of each kind; it has run once."""
     budget = max(PREFILL_TOKENS, slots)
     max_model_len = flags.prompt_tokens + flags.output_tokens
     llm = LLM(
@@ -51,25 +58,34 @@ def measure(flags: FlagValues, dtype: str, slots: int) -> dict[str, Any]:
         max_num_batched_tokens=budget,
         decode_buckets=(slots,),
         prefill_buckets=(budget,),
-        table_width_buckets=(-(-max_model_len // 16),),
+        table_width_buckets=(-(-max_model_len // PAGE_SIZE),),
+        page_size=PAGE_SIZE,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,  # every run computes the same prompts
+        **settings,
     )
+    llm.generate([[0]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+    return llm
+
+
+def make_requests(flags: FlagValues, slots: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Random prompts, and outputs from half of `output_tokens` up to it.
+
+    So slots are freed at different times, and utilisation says how well they are filled again.
+    """
     rng = np.random.default_rng(0)
     count = slots * flags.requests_per_slot
-    vocab_size = llm.engine.limits.vocab_size
     prompts = [rng.integers(0, vocab_size, flags.prompt_tokens).tolist() for _ in range(count)]
     lengths = rng.integers(flags.output_tokens // 2, flags.output_tokens + 1, count).tolist()
-    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
-    llm.generate(prompts[:1], replace(params[0], max_tokens=2), use_tqdm=False)
-    runs = []
-    for _ in range(flags.runs):
-        llm.engine.stats = EngineStats()
-        began = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        runs.append(figures(llm.engine.stats, time.perf_counter() - began, slots))
-    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    return {"dtype": dtype, "slots": slots, "requests": count, "output_tokens": sum(lengths), **medians}
+    return prompts, [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
+
+
+def one_run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], slots: int) -> dict[str, float]:
+    """Generates all; its `figures`."""
+    llm.engine.stats = EngineStats()
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return figures(llm.engine.stats, time.perf_counter() - began, slots)
 
 
 def figures(stats: EngineStats, wall_s: float, slots: int) -> dict[str, float]:

@@ -270,6 +270,12 @@ FLAGS: tuple[Flag, ...] = (
             (0, 1000, 100_000),
             "scheduler: numbers of waiting requests to measure",
         ),
+        (
+            "page_share",
+            FloatParser(low=0.01),
+            0.5,
+            "preemption: KV pages, as a share of what the slots' longest requests need together",
+        ),
         ("iterations", _COUNT, 500, "scheduler: iterations of each figure; the median is reported"),
         ("output", _TEXT, None, "write the figures to this file, as JSON"),
         _QUIET,

@@ -76,3 +76,21 @@ def test_a_mistake_is_named(capsys, words, message):
         main(["bench", *words])
     assert raised.value.code not in (0, None)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_preemption_modes_are_measured_beside_ample_pages(tiny_model_dir, tmp_path):
+    output = tmp_path / "figures.json"
+    flags = ["--dtypes=float32", "--slots=4", "--prompt-tokens=16", "--output-tokens=64", "--runs=1"]
+    main(["bench", "preemption", f"--model={tiny_model_dir}", *flags, f"--output={output}"])
+    results = {result["preemption"]: result for result in json.loads(output.read_text())["results"]}
+    assert list(results) == ["ample pages", "swap", "recompute", "auto"]
+    assert results["ample pages"]["preemptions"] == 0 and results["ample pages"]["ratio"] == 1
+    assert results["swap"]["preemptions"] > 0 and results["swap"]["swapped_mib"] > 0
+    assert results["recompute"]["recomputed_tokens"] > 0 == results["recompute"]["swapped_mib"]
+
+
+def test_too_few_pages_for_a_request_are_named(tiny_model_dir, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "preemption", f"--model={tiny_model_dir}", "--slots=2", "--page_share=0.1"])
+    assert "page_share is 0.1: 1 pages for 2 slots; a request needs 6" in capsys.readouterr().err

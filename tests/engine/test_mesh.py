@@ -14,12 +14,15 @@ SCRIPT = """
 import json, sys
 from jaxserve import LLM, SamplingParams
 model, devices = sys.argv[1], int(sys.argv[2])
-llm = LLM(model, dtype="float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16, num_pages=10,
-          prefill_buckets=(16,), decode_buckets=(2,), table_width_buckets=(4,), compile_cache="",
-          tensor_parallel_size=devices)
+llm = LLM(model, dtype="float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16,
+          page_size=4, num_pages=15,
+          prefill_buckets=(16,), decode_buckets=(2,), table_width_buckets=(16,),
+          compile_cache="",
+          reservation="optimistic", preemption="swap", tensor_parallel_size=devices)
 params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 outputs = llm.generate([[1, 2, 3], list(range(40))], params, use_tqdm=False)
-print(json.dumps([o.outputs[0].token_ids for o in outputs]))
+swapped = llm.engine.scheduler.counters.swapped_pages
+print(json.dumps([[o.outputs[0].token_ids for o in outputs], swapped]))
 """
 
 COPIES = """
@@ -40,7 +43,7 @@ found = []
 for bucket in (Bucket(4, 0, 0, 4), Bucket(4, 16, 4, 4)):
     program = programs.compile(bucket, 2000)
     try:
-        _check_in_place(bucket, program, programs._pool(2000))
+        _check_in_place(bucket.name, program, programs._pool(2000))
         found.append(program.memory_analysis().temp_size_in_bytes)
     except JaxserveError as e:
         found.append(str(e))
@@ -59,6 +62,7 @@ def run(script, *args):
 
 def test_more_devices_give_the_ids_of_one(tiny_model_dir):
     one = run(SCRIPT, tiny_model_dir, 1)
+    assert one[1], "nothing was swapped: the mesh shows less than it could"
     assert run(SCRIPT, tiny_model_dir, 2) == one
     assert run(SCRIPT, tiny_model_dir, 4) == one
 
@@ -71,7 +75,7 @@ def test_no_device_copies_or_gathers_the_pool(tiny_model_dir, devices):
 
 def test_a_step_that_gathers_the_pool_is_refused_at_warm_up(tiny_model_dir):
     for message in run(COPIES, tiny_model_dir, 2, "unpartitioned"):
-        assert "copies the KV pool of 8192000 bytes at every step" in message and "all-gather f32[" in message
+        assert "copies the KV pool of 8192000 bytes every time" in message and "all-gather f32[" in message
 
 
 def test_more_devices_than_there_are_is_refused(tiny_model_dir):

@@ -71,6 +71,9 @@ def test_swapped_requests_get_the_same(make_llm, prompts, case, preemption, cach
     if preemption == "swap":
         assert counters.swapped_pages > before, "nothing was swapped: the test shows nothing"
     assert COMPILES.count == compiles
+    labels = {"model_name": engine.model_name, "engine": "0", "service_class": ""}
+    counted = engine.metrics.registry.get_sample_value("jaxserve:preemption_swapped_bytes_total", labels)
+    assert counted == counters.swapped_pages * engine.runner.page_bytes
     assert engine.scheduler.host_pages_free == engine.runner.scheduler_config.num_host_pages
     assert_idle_clean(llm)
 
