@@ -264,6 +264,7 @@ FLAGS: tuple[Flag, ...] = (
             "scheduler: numbers of waiting requests to measure",
         ),
         ("iterations", _COUNT, 500, "scheduler: iterations of each figure; the median is reported"),
+        ("simulated_requests", _COUNT, 10_000, "simulation: requests of its workload"),
         ("output", _TEXT, None, "write the figures to this file, as JSON"),
         _QUIET,
     ),

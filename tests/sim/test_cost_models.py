@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.config.flag_table import CHIPS as CHIP_NAMES
-from jaxserve.scheduler import DecodeRow, PrefillChunk, StepPlan, TraceWriter
+from jaxserve.scheduler import DecodeRow, DecodeRows, PrefillChunk, StepPlan, TraceWriter
 from jaxserve.sim import fit
 from jaxserve.sim.cost_model import LinearCost, StepFeatures, UnitCost, features_of
 from jaxserve.sim.roofline import CHIPS, Chip, ModelShape, RooflineCost
@@ -25,7 +25,7 @@ COST = LinearCost(2e-3, 3e-5, 4e-8, 5e-6, 6e-10)
 def test_features_of_a_plan_by_hand():
     plan = StepPlan(
         0,
-        decode=(DecodeRow("a", 0, 9), DecodeRow("b", 1, 4)),
+        decode=DecodeRows.of([DecodeRow("a", 0, 9), DecodeRow("b", 1, 4)]),
         prefill=(PrefillChunk("c", 2, 3, (1, 1), False), PrefillChunk("d", 3, 0, (1, 1, 1), True)),
     )
     # c's tokens attend to 4 and 5 tokens, d's to 1, 2 and 3.
