@@ -23,6 +23,7 @@ from absl import flags as absl_flags
 from absl import logging
 
 from jaxserve.config.engine_config import EngineConfig
+from jaxserve.config.flag_parsers import RepeatedParser
 from jaxserve.config.flag_table import FLAGS, Flag
 
 SUMMARIES = {
@@ -138,6 +139,9 @@ def _registry(command: str) -> absl_flags.FlagValues:
     for flag in flags_of(command):
         if isinstance(flag.parser, absl_flags.BooleanParser):
             absl_flags.DEFINE_boolean(flag.name, flag.default, flag.help, flag_values=values)
+        elif isinstance(flag.parser, RepeatedParser):
+            as_text: absl_flags.ArgumentSerializer[str] = absl_flags.ArgumentSerializer()
+            absl_flags.DEFINE_multi(flag.parser, as_text, flag.name, flag.default, flag.help, flag_values=values)
         else:
             absl_flags.DEFINE(flag.parser, flag.name, flag.default, flag.help, flag_values=values)
     return values

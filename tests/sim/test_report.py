@@ -1,4 +1,4 @@
-"""Figures: their definitions worked out by hand; the search for a rate."""
+"""Figures: their definitions worked out by hand."""
 
 from dataclasses import replace
 
@@ -11,7 +11,6 @@ from jaxserve.sim.report import Objectives, figures
 from jaxserve.sim.request_log import RequestLog
 from jaxserve.sim.simulator import SimulationResult
 from jaxserve.sim.source import Arrival, make_request
-from jaxserve.sim.sweep import PRECISION, find_rate
 from jaxserve.sim.timeline import Span, Timeline
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=10)
@@ -168,18 +167,3 @@ def test_the_timeline_is_bounded_and_loses_no_token():
     assert (timeline.spans[0].began_at, timeline.spans[-1].ended_at) == (0.0, count - 0.5)
     assert timeline.spans[-1].pages_owned == count - 1
     assert all(left.ended_at <= right.began_at for left, right in zip(timeline.spans, timeline.spans[1:], strict=False))
-
-
-@pytest.mark.parametrize("limit", [0.3, 7.7, 1000.0])
-def test_the_highest_rate_is_found_within_its_precision(limit):
-    rate, points = find_rate(lambda rate: {"slo_share": 1.0 if rate <= limit else 0.5}, 0.99)
-    assert limit / (1 + PRECISION) <= rate <= limit
-    assert [point["rate"] for point in points] == sorted(point["rate"] for point in points)
-    assert len(points) < 30
-
-
-def test_a_search_without_an_end_is_refused():
-    with pytest.raises(ValueError, match=r"the objectives are met even at .* use a workload with more requests"):
-        find_rate(lambda rate: {"slo_share": 1.0}, 0.99)
-    with pytest.raises(ValueError, match=r"do not meet their objectives even at .* relax the objectives"):
-        find_rate(lambda rate: {"slo_share": 0.0}, 0.99)
