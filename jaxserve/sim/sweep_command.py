@@ -36,7 +36,8 @@ def run_sweep(command: WorkloadCommand, flags: FlagValues) -> dict[str, Any]:
     for config in configs.values():
         if not any(each.given for each in command.objectives.by_service_class(config).values()):
             raise ValueError(
-                "find_rate needs an objective; give slo_ttft_s, slo_itl_s or slo_tpot_s, or service_classes with targets"
+                "find_rate needs an objective; give slo_ttft_s, slo_itl_s or slo_tpot_s, or service_classes with"
+                " targets"
             )
     if grid.axes:
         return _highest_rates(command, flags, grid, configs)

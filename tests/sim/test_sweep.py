@@ -79,7 +79,7 @@ def test_settings_are_ranked_by_the_rate_they_reach():
     assert points[-1]["rate"] is None and points[-1]["figures"]["slo_share"] == 0.5
     tried = points[0]["tried"]
     assert [each["slo_share"] for each in tried if each["rate"] <= points[0]["rate"]][-1] == 1.0
-    assert [each["slo_share"] for each in tried if each["rate"] > points[0]["rate"]][0] == 0.5
+    assert next(each["slo_share"] for each in tried if each["rate"] > points[0]["rate"]) == 0.5
 
 
 def test_of_equal_rates_the_one_with_more_requests_in_time_is_first():
