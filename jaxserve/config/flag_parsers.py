@@ -102,6 +102,10 @@ class TextParser(ArgumentParser[str]):
         return "text"
 
 
+class RepeatedParser(TextParser):
+    """Any text; the flag may be given several times, and its value is the list of them all."""
+
+
 class ServiceClassParser(ArgumentParser[tuple[ServiceClass, ...]]):
     """A file of service classes."""
 

@@ -20,6 +20,7 @@ from jaxserve.config.flag_parsers import (
     FloatParser,
     IntParser,
     ListParser,
+    RepeatedParser,
     ServiceClassParser,
     TextParser,
 )
@@ -130,7 +131,13 @@ FLAGS: tuple[Flag, ...] = (
         ("rate", FloatParser(low=1e-9), None, "requests per second instead of the workload's own"),
         ("sweep_rates", ListParser(FloatParser(low=1e-9)), None, "run at each of these rates, as 1,2,4"),
         ("find_rate", _BOOL, False, "find the highest rate at which slo_share of the requests meet their objectives"),
-        ("sweep", _TEXT, None, "run with each value of a scheduler flag, as prefill_chunk=128,256,512"),
+        (
+            "sweep",
+            RepeatedParser(),
+            None,
+            "try each value of a scheduler flag, as prefill_chunk=128,256,512; given several times, all combinations;"
+            " with find_rate the highest rate of each",
+        ),
     ),
     Flag(
         "output",
@@ -277,6 +284,7 @@ FLAGS: tuple[Flag, ...] = (
             "preemption: KV pages, as a share of what the slots' longest requests need together",
         ),
         ("iterations", _COUNT, 500, "scheduler: iterations of each figure; the median is reported"),
+        ("simulated_requests", _COUNT, 10_000, "simulation: requests of its workload"),
         ("output", _TEXT, None, "write the figures to this file, as JSON"),
         _QUIET,
     ),

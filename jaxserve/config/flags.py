@@ -23,11 +23,13 @@ from absl import flags as absl_flags
 from absl import logging
 
 from jaxserve.config.engine_config import EngineConfig
+from jaxserve.config.flag_parsers import RepeatedParser
 from jaxserve.config.flag_table import FLAGS, Flag
 
 SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
-    "bench": "Measures speed. WHAT is the first argument: offline, decode_ratio, startup, scheduler or preemption.",
+    "bench": "Measures speed. WHAT is the first argument: offline, decode_ratio, startup, scheduler, simulation or"
+    " preemption.",
     "replay": "Feeds a recorded trace to the scheduler and compares what it decides. Exits 1 at the first difference.",
     "doctor": "Names the bottleneck of a recorded trace or of a running server, with the figures that show it.",
     "simulate": "Runs the serving scheduler under a simulated clock, without a model or a device.",
@@ -138,6 +140,9 @@ def _registry(command: str) -> absl_flags.FlagValues:
     for flag in flags_of(command):
         if isinstance(flag.parser, absl_flags.BooleanParser):
             absl_flags.DEFINE_boolean(flag.name, flag.default, flag.help, flag_values=values)
+        elif isinstance(flag.parser, RepeatedParser):
+            as_text: absl_flags.ArgumentSerializer[str] = absl_flags.ArgumentSerializer()
+            absl_flags.DEFINE_multi(flag.parser, as_text, flag.name, flag.default, flag.help, flag_values=values)
         else:
             absl_flags.DEFINE(flag.parser, flag.name, flag.default, flag.help, flag_values=values)
     return values

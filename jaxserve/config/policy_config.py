@@ -42,7 +42,8 @@ class PolicyConfig:
       long_prefill_token_threshold: a prompt with more tokens left than this is long; 0: none is.
       max_long_prefills: most long prompts with a chunk in one iteration.
       itl_target_s: seconds an iteration with decode rows should take at most: prompts get what the
-        predicted step time leaves; None: they get the whole token budget.
+        predicted step time leaves; None: they get the whole token budget. Where requests of a service
+        class with a smaller target decode, that one holds.
       batching: "continuous"; or the older schemes, for comparison: "static" keeps a batch until its
         longest ends, "request_dynamic" also waits for a full batch or `batch_timeout_s`.
       batch_timeout_s: longest a request waits for its batch to fill.

@@ -18,7 +18,9 @@ class ServiceClass:
       name: what a request names.
       max_slots: most requests of the class that hold a slot.
       max_queue_requests, max_queue_tokens: bounds of its part of the waiting queue.
-      ttft_target_s, itl_target_s: what it is to be measured against, in seconds; nothing goes by them yet.
+      ttft_target_s: most seconds from arrival to first token. The simulator measures the class against it.
+      itl_target_s: most seconds between two tokens. The simulator measures the class against it, and the scheduler
+        keeps iterations in which requests of the class decode within it.
       priority: of requests that state none.
       deadline_s: of requests that state none, from their arrival.
     """

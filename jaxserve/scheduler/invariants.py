@@ -57,6 +57,9 @@ def _check_states(scheduler: SchedulerState) -> None:
         assert sequence.slot == slot, f"{sequence.request_id} is at slot {slot} and says {sequence.slot}"
         assert scheduler._live.get(sequence.request_id) is sequence, f"{sequence.request_id} runs but is not live"
         assert not sequence.fully_scheduled, f"{sequence.request_id} holds a slot it does not need"
+    for name, count in scheduler._num_slots_held.items():
+        ids = [each.request_id for each in scheduler._running.values() if each.request.service_class == name]
+        assert count == len(ids), f"service class {name} counts {count} slots, {ids} hold one"
     deadlines = (sequence for _, sequence in scheduler._deadlines.entries())
     for sequence in (*scheduler._waiting, *deadlines):
         assert scheduler._live.get(sequence.request_id) is sequence, f"{sequence.request_id} ended but is listed"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.sequence import Sequence
@@ -15,21 +16,27 @@ class PromptChoice:
     Args:
       config: budget and limits.
       step_time: predicts how long an iteration takes.
+      num_slots_held: requests with a slot of each service class that has an ITL target; counted by the caller,
+        who keeps it up to date.
     """
 
-    def __init__(self, config: SchedulerConfig, step_time: StepTimeModel) -> None:
+    def __init__(self, config: SchedulerConfig, step_time: StepTimeModel, num_slots_held: Mapping[str, int]) -> None:
         self._config = config
         self._step_time = step_time
+        self._num_slots_held = num_slots_held
+        targets = [(c.itl_target_s, c.name) for c in config.service_classes if c.itl_target_s is not None]
+        self._class_targets = sorted(targets)
 
-    def choose(self, prompts: Iterable[Sequence], num_decode: int) -> list[tuple[Sequence, int]]:
+    def choose(self, prompts: Collection[Sequence], num_decode: int) -> list[tuple[Sequence, int]]:
         """Who gets a chunk and of how many tokens; as many as the budget reaches.
 
         Args:
-          prompts: those not computed to their ends, in promotion order: first come, first served.
+          prompts: those with a slot that are not computed to their ends, in promotion order: first come, first
+            served.
           num_decode: decode rows of the iteration.
         """
         config = self._config
-        budget = self._budget(num_decode)
+        budget = self._budget(prompts, num_decode)
         chosen: list[tuple[Sequence, int]] = []
         num_long = 0
         for sequence in prompts:
@@ -45,11 +52,24 @@ class PromptChoice:
             budget -= size
         return chosen
 
-    def _budget(self, num_decode: int) -> int:
+    def _budget(self, prompts: Collection[Sequence], num_decode: int) -> int:
         """Prompt tokens of this iteration: what decode rows leave of the budget, and of the step time."""
         budget = self._config.max_num_batched_tokens - num_decode
-        if self._config.itl_target_s is None or not num_decode:
+        target_s = self._target_s(prompts) if num_decode else None
+        if target_s is None:
             return budget
-        fitting = self._step_time.prefill_tokens_within(self._config.itl_target_s, num_decode)
+        fitting = self._step_time.prefill_tokens_within(target_s, num_decode)
         # A page's worth at least: prompts go on under any target.
         return budget if fitting is None else min(budget, max(fitting, self._config.page_size))
+
+    def _target_s(self, prompts: Collection[Sequence]) -> float | None:
+        """Seconds the iteration should take at most: the engine's target, or a smaller one of a class that decodes."""
+        target_s = self._config.itl_target_s
+        if not self._class_targets:
+            return target_s
+        # Who holds a slot and has no prompt left to compute decodes: prompts are few, slots may be many.
+        prefilling = Counter(sequence.request.service_class for sequence in prompts)
+        for class_target_s, name in self._class_targets:
+            if self._num_slots_held[name] > prefilling[name]:
+                return class_target_s if target_s is None else min(target_s, class_target_s)
+        return target_s

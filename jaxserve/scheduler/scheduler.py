@@ -96,7 +96,7 @@ class Scheduler(RowPlanner):
         super().__init__(config)
         self._events: list[TokenEvent] = []
         self._gate = Gate(config, self._reservation, self._departures, self._step_time)
-        self._prompts = PromptChoice(config, self._step_time)
+        self._prompts = PromptChoice(config, self._step_time, self._num_slots_held)
         self._updated_at = -math.inf
         self._trace = TraceRecorder(self, trace) if trace else None
 

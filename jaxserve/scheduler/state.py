@@ -62,7 +62,9 @@ class SchedulerState:
         self._waiting = WaitingQueue(config, self._order, self._class_is_full)
         self._returning: list[Sequence] = []  # lost their pages with a step in flight, which still needs them
         self._max_slots = {c.name: c.max_slots for c in config.service_classes if c.max_slots is not None}
-        self._num_slots_held = dict.fromkeys(self._max_slots, 0)
+        # Of the classes that have a limit of slots or a target of their own.
+        counted = [c.name for c in config.service_classes if c.max_slots is not None or c.itl_target_s is not None]
+        self._num_slots_held = dict.fromkeys(counted, 0)
         self._deadlines = SequenceHeap()
         self._departures = DepartureRate()
         self._live: dict[str, Sequence] = {}

@@ -38,7 +38,7 @@ def print_run(title: str, figures: dict[str, Any]) -> None:
         for key in LATENCIES:
             values = [_shown(group[key][column], ".4g") for column in ("mean", *QUANTILES, "max")]
             latencies.add_row(name, key.removesuffix("_s").replace("_", " "), *values)
-    console = _console()
+    console = _console(requests, latencies)
     console.print(requests)
     console.print(latencies)
     console.print(
@@ -53,14 +53,17 @@ def print_run(title: str, figures: dict[str, Any]) -> None:
         console.print("rejected: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items()))
 
 
-def print_sweep(title: str, name: str, points: Sequence[dict[str, Any]]) -> None:
-    """A sweep: one row per point."""
-    table = _table(title, [name, *(heading for _, heading, _ in _SWEEP)])
+def print_sweep(title: str, names: Sequence[str], points: Sequence[dict[str, Any]]) -> None:
+    """A sweep: one row per point, which begins with its values of `names`."""
+    table = _table(title, [*names, *(heading for _, heading, _ in _SWEEP)])
     for point in points:
-        value = point[name]
-        label = format(value, ".4g") if isinstance(value, float) else str(value)
-        table.add_row(label, *(_shown(_at(point["figures"], key), form) for key, _, form in _SWEEP))
-    _console().print(table)
+        labels = [_label(point[name]) for name in names]
+        table.add_row(*labels, *(_shown(_at(point["figures"], key), form) for key, _, form in _SWEEP))
+    _console(table).print(table)
+
+
+def _label(value: Any) -> str:
+    return _shown(value, ".4g") if value is None or isinstance(value, float) else str(value)
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
@@ -70,9 +73,10 @@ def _table(title: str, headings: Sequence[str]) -> Table:
     return table
 
 
-def _console() -> Console:
-    # Wide enough for every column also where there is no terminal to ask.
-    return Console(width=max(Console().width, 150), highlight=False)
+def _console(*tables: Table) -> Console:
+    # Wide enough for every column whatever the terminal's width: names cut off do not tell points apart.
+    widest = max(Console(width=1000).measure(table).maximum for table in tables)
+    return Console(width=max(Console().width, widest), highlight=False)
 
 
 def _at(figures: Any, path: str) -> Any:

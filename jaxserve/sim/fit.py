@@ -1,8 +1,14 @@
 """`tools/fit_cost_model TRACE --output=F`: the linear cost model that a real engine's trace shows.
 
 An iteration's duration is the time from its plan to the next, where work was left after it: otherwise the
-engine may have been idle in between. The fit minimises the sum of absolute residuals (each iteration
-counts the same, and a few slow ones move nothing), with coefficients of at least 0.
+engine may have been idle in between.
+
+The fit has two steps. The first minimises the sum of absolute residuals with coefficients of at least 0: each
+iteration counts the same, and a few slow ones move nothing. What it predicts is a median, and durations are skewed:
+an iteration may be delayed, never hastened. So the sum of its predictions is too small, and a simulation near
+saturation would see a shorter queue. The second step multiplies all coefficients by one factor, so that the
+predictions add up to what was measured, over the iterations that are not slow: slow is one that took more than
+`SLOW` times what the first step predicts.
 """
 
 from __future__ import annotations
@@ -10,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +28,25 @@ from jaxserve.sim.cost_model import LinearCost
 from jaxserve.sim.fixed_workload import read_trace
 
 MIN_ITERATIONS = 20
+SLOW = 2.0
+"""Times the predicted duration from which on an iteration counts as held up by something else."""
 _ROUNDS = 100
 
 Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A cost model and how it came about.
+
+    Attributes:
+      scale: factor of the second step, contained in the coefficients.
+      slow: bool[n], iterations that did not count in it.
+    """
+
+    cost: LinearCost
+    scale: float
+    slow: npt.NDArray[np.bool_]
 
 
 def trace_samples(path: str | Path) -> tuple[Matrix, Matrix]:
@@ -50,12 +72,24 @@ def trace_samples(path: str | Path) -> tuple[Matrix, Matrix]:
     return np.asarray(rows, np.float64), np.asarray(durations, np.float64)
 
 
-def fit(samples: Matrix, durations: Matrix) -> LinearCost:
-    """Least absolute residuals, by least squares with weights of 1 / |residual|, coefficients at least 0.
+def fit(samples: Matrix, durations: Matrix) -> Fit:
+    """Both steps; see the module.
 
     Raises:
       ValueError: the trace explains no duration: all coefficients are 0.
     """
+    coefficients = _medians(samples, durations)
+    predicted = samples @ coefficients
+    slow = durations > SLOW * predicted
+    total = float(predicted[~slow].sum())
+    if total <= 0.0:
+        raise ValueError("no coefficient is above 0; is the trace of a real engine?")
+    scale = float(durations[~slow].sum()) / total
+    return Fit(LinearCost(*(scale * coefficients).tolist()), scale, slow)
+
+
+def _medians(samples: Matrix, durations: Matrix) -> Matrix:
+    """The first step: least absolute residuals, coefficients at least 0; float64[5]."""
     # A column of one order of magnitude with the others; one that never occurs keeps the coefficient 0.
     scale = np.abs(samples).max(axis=0)
     used = [index for index in range(samples.shape[1]) if scale[index] > 0.0]
@@ -65,20 +99,25 @@ def fit(samples: Matrix, durations: Matrix) -> LinearCost:
         if (solution >= 0.0).all():
             break
         del used[int(solution.argmin())]
-    if not used:
-        raise ValueError("no coefficient is above 0; is the trace of a real engine?")
     coefficients = np.zeros(samples.shape[1])
-    coefficients[used] = solution / scale[used]
-    return LinearCost(*coefficients.tolist())
+    if used:
+        coefficients[used] = solution / scale[used]
+    return coefficients
 
 
-def residuals(cost: LinearCost, samples: Matrix, durations: Matrix) -> dict[str, float]:
-    """How far the model is off: absolute, in seconds, and relative to the duration."""
-    predicted = samples @ np.asarray(list(asdict(cost).values()))
+def residuals(found: Fit, samples: Matrix, durations: Matrix) -> dict[str, float]:
+    """How far the model is off: absolute, in seconds, and relative to the duration.
+
+    `predicted_over_measured_total` is over all iterations; without the slow ones it is 1.
+    """
+    predicted = samples @ np.asarray(list(asdict(found.cost).values()))
     absolute = np.abs(predicted - durations)
     relative = absolute / np.maximum(durations, 1e-12)
     return {
         "iterations": len(durations),
+        "slow_iterations": int(found.slow.sum()),
+        "slow_share_of_time": float(durations[found.slow].sum() / durations.sum()),
+        "scale": found.scale,
         "median_duration_s": float(np.median(durations)),
         "median_absolute_s": float(np.median(absolute)),
         "p90_absolute_s": float(np.quantile(absolute, 0.9)),
@@ -101,14 +140,14 @@ def main(argv: Sequence[str]) -> None:
         exit_with("say first which trace: tools/fit_cost_model TRACE --output=FILE")
     try:
         samples, durations = trace_samples(trace)
-        cost = fit(samples, durations)
+        found = fit(samples, durations)
     except ValueError as error:
         exit_with(str(error))
-    quality = residuals(cost, samples, durations)
-    for name, value in {**asdict(cost), **quality}.items():
+    quality = residuals(found, samples, durations)
+    for name, value in {**asdict(found.cost), **quality}.items():
         print(f"{name:>30} {value:.6g}")
     if flags.output:
-        document = {**asdict(cost), "fit": {"trace": Path(trace).name, **quality}}
+        document = {**asdict(found.cost), "fit": {"trace": Path(trace).name, **quality}}
         Path(flags.output).write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -148,6 +187,7 @@ def _work(record: dict[str, Any], prompts: dict[str, int], written: dict[str, in
 
 
 def _least_absolute(columns: Matrix, durations: Matrix) -> Matrix:
+    """Least absolute residuals, by least squares with weights of 1 / |residual|; a coefficient per column."""
     weights = np.ones(len(durations))
     floor = 1e-6 * max(float(np.median(durations)), 1e-12)
     solution = np.zeros(columns.shape[1])

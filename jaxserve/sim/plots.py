@@ -33,25 +33,46 @@ def draw_run(result: SimulationResult, folder: str, form: str) -> list[Path]:
     return [_draw_timeline(result, Path(folder), form), _draw_ttft(result, Path(folder), form)]
 
 
-def draw_sweep(name: str, points: Sequence[dict[str, Any]], folder: str, form: str) -> Path:
-    """`sweep`: latency against throughput, one dot per point; the file written."""
+def draw_ranking(names: Sequence[str], points: Sequence[dict[str, Any]], folder: str, form: str) -> Path:
+    """`ranking`: a bar per point with its highest rate, the best on top; the file written.
+
+    Args:
+      names: of the settings that tell the points apart.
+      points: in that order.
+    """
+    figure = _figure(7, 1.5 + 0.25 * len(points))
+    axes = figure.subplots()
+    rates = [point["rate"] or 0.0 for point in points]
+    bars = axes.barh(range(len(points)), rates, color=[_PREFILL, *[_DECODE] * (len(points) - 1)])
+    axes.bar_label(bars, [f"{rate:.3g}" if rate else "none" for rate in rates], padding=3, fontsize=7)
+    axes.set_yticks(range(len(points)), [_labels(names, point) for point in points], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("highest rate that meets the objectives, requests/s")
+    axes.set_title(f"best first; labels: {', '.join(names)}", loc="left", fontsize=10)
+    axes.grid(alpha=0.3, axis="x")
+    return _save(figure, Path(folder), "ranking", form)
+
+
+def draw_sweep(names: Sequence[str], points: Sequence[dict[str, Any]], folder: str, form: str) -> Path:
+    """`sweep`: latency against throughput, one dot per point, joined where one value differs; the file written."""
+    line = "o-" if len(names) == 1 else "o"
     figure = _figure(7, 6)
     upper, lower = figure.subplots(2, 1, sharex=True)
     throughput = [point["figures"]["tokens_per_s"] or 0.0 for point in points]
     for axes, key, title in ((upper, "ttft_s", "time to first token, s"), (lower, "itl_s", "gap between tokens, s")):
         for quantile, colour in (("p50", _DECODE), ("p99", _PREFILL)):
             values = [_number(point["figures"][key][quantile]) for point in points]
-            axes.plot(throughput, values, "o-", color=colour, label=quantile, markersize=4)
+            axes.plot(throughput, values, line, color=colour, label=quantile, markersize=4)
             if axes is upper and quantile == "p99":
                 for point, x, y in zip(points, throughput, values, strict=True):
-                    axes.annotate(_label(point[name]), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
+                    axes.annotate(_labels(names, point), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=7)
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8, framealpha=0.9)
     # Under overload waiting grows by orders of magnitude, gaps do not.
     upper.set_yscale("log")
     lower.set_ylim(bottom=0)
-    upper.set_title(f"latency against throughput; labels: {name}", loc="left", fontsize=10)
+    upper.set_title(f"latency against throughput; labels: {', '.join(names)}", loc="left", fontsize=10)
     lower.set_xlabel("output tokens per second")
     return _save(figure, Path(folder), "sweep", form)
 
@@ -152,5 +173,6 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def _label(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _labels(names: Sequence[str], point: dict[str, Any]) -> str:
+    values = (point[name] for name in names)
+    return ", ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in values)

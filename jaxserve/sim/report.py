@@ -17,18 +17,20 @@
 | busy_share | seconds in which the device ran over duration_s |
 
 A request meets its objectives when it completed, its ttft is at most `ttft_s`, every gap at most `itl_s`
-and its tpot at most `tpot_s`, each where given. Without objectives all completed requests do.
+and its tpot at most `tpot_s`, each where given. The targets of a request's service class come before
+the objectives of the whole run. Without either all completed requests do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.sim.histogram import Histogram
 from jaxserve.sim.request_log import COMPLETED, RequestLog
 from jaxserve.sim.simulator import SimulationResult
@@ -52,14 +54,29 @@ class Objectives:
         """Whether there is one."""
         return any(value is not None for value in asdict(self).values())
 
+    def with_targets_of(self, service_class: ServiceClass) -> Objectives:
+        """Those of its requests: its targets, these where it has none."""
+        ttft_s, itl_s = service_class.ttft_target_s, service_class.itl_target_s
+        return replace(
+            self,
+            ttft_s=self.ttft_s if ttft_s is None else ttft_s,
+            itl_s=self.itl_s if itl_s is None else itl_s,
+        )
+
+    def by_service_class(self, config: SchedulerConfig) -> dict[str, Objectives]:
+        """Of each service class that `config` has, by name; "" is for requests of none."""
+        return {"": self} | {each.name: self.with_targets_of(each) for each in config.service_classes}
+
 
 def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
     """All figures of a run, JSON-able; None where there is nothing to take a figure of.
 
-    Latencies are dicts with mean, p50, p90, p99 and max. `classes` has the request figures per class.
+    Latencies are dicts with mean, p50, p90, p99 and max. `classes` has the request figures per class of the workload,
+    `service_class_objectives` the objectives of each service class that is configured.
     """
     log, totals, config = result.log, result.totals, result.config
-    columns = _Columns(log, objectives, totals.ended_at)
+    by_class = objectives.by_service_class(config)
+    columns = _Columns(log, by_class, totals.ended_at)
     gaps = Histogram()
     for each in log.gaps:
         gaps.merge(each)
@@ -70,6 +87,7 @@ def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
     return {
         "termination": result.termination,
         "objectives": asdict(objectives),
+        "service_class_objectives": {name: asdict(each) for name, each in by_class.items() if name},
         "duration_s": duration_s,
         **overall,
         "iterations": totals.iterations,
@@ -91,7 +109,7 @@ def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
 class _Columns:
     """The log's columns as arrays, and what follows from them request by request."""
 
-    def __init__(self, log: RequestLog, objectives: Objectives, ended_at: float) -> None:
+    def __init__(self, log: RequestLog, by_service_class: Mapping[str, Objectives], ended_at: float) -> None:
         self._log = log
         self._arrived = _array(log.arrived_at)
         self._outputs = np.asarray(log.num_output, np.int64)
@@ -105,14 +123,18 @@ class _Columns:
         self.e2e_s = np.where(self.completed, last - self._arrived, np.nan)
         several = self._outputs > 1
         self.tpot_s = np.where(several, (last - first) / np.maximum(self._outputs - 1, 1), np.nan)
+        # Requests of a class that is not configured are refused, so any objectives do.
+        own = [by_service_class.get(name, by_service_class[""]) for name in log.service_classes]
+        service_class_index = np.asarray(log.service_class_index, np.int64)
         self.met = self.completed.copy()
-        for limit, values in (
-            (objectives.ttft_s, self.ttft_s),
-            (objectives.itl_s, _array(log.largest_gap_s)),
-            (objectives.tpot_s, np.where(several, self.tpot_s, 0.0)),
+        for limits, values in (
+            ([each.ttft_s for each in own], self.ttft_s),
+            ([each.itl_s for each in own], _array(log.largest_gap_s)),
+            ([each.tpot_s for each in own], np.where(several, self.tpot_s, 0.0)),
         ):
-            if limit is not None:
-                self.met &= values <= limit
+            # NaN: no limit. Where a request has no value, it does not keep within a limit.
+            limit = np.array(limits, np.float64)[service_class_index]
+            self.met &= np.isnan(limit) | (values <= limit)
         # A run that was cut short ends at its last iteration, not at the last end of a request.
         ends = np.concatenate([[ended_at], self._arrived, finite(log.ended_at)])
         self.duration_s = float(ends.max() - self._arrived.min()) if len(log) else 0.0

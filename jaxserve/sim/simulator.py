@@ -16,7 +16,7 @@ random or reads a clock: the same arguments give the same result.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf, nextafter
 from typing import Any
@@ -204,16 +204,20 @@ class Simulator:
         self._add_arrivals(ends_at, inclusive=False)
         self._now = max(self._now, ends_at)
         result = StepResult(
-            tuple(self._sample(row.request_id) for row in plan.decode),
-            tuple(self._sample(chunk.request_id) for chunk in plan.prefill),
+            self._sample(plan.decode.request_ids), self._sample([chunk.request_id for chunk in plan.prefill])
         )
         self._take(self.scheduler.update(plan, result, self._now))
 
-    def _sample(self, request_id: str) -> int:
-        live = self._live.get(request_id)
-        if live is None:
-            return OTHER_ID
-        return STOP_ID if live.num_tokens + 1 >= live.arrival.num_output_tokens else OTHER_ID
+    def _sample(self, request_ids: Iterable[str]) -> tuple[int, ...]:
+        """The next token of each: the stop id where the output ends with it."""
+        # Runs once per row and iteration, and so is written in one.
+        live_of = self._live.get
+        return tuple(
+            [
+                OTHER_ID if (live := live_of(each)) is None or live.num_tokens < live.num_before_last else STOP_ID
+                for each in request_ids
+            ]
+        )
 
     def _add_arrivals(self, until: float, *, inclusive: bool = True) -> None:
         while (at := self._source.peek()) is not None and (at < until or (inclusive and at <= until)):
@@ -229,10 +233,11 @@ class Simulator:
                 self._source.ended(self._now, rejection.retry_after_s)
 
     def _take(self, events: list[TokenEvent]) -> None:
+        log, now, live_of = self._result.log, self._now, self._live
         for event in events:
-            live = self._live[event.request_id]
+            live = live_of[event.request_id]
             if event.token_id is not None:
-                self._result.log.token(live, self._now)
+                log.token(live, now)
             if event.finish_reason is not None:
                 del self._live[event.request_id]
                 self._just_ended[event.request_id] = live

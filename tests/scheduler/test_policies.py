@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from jaxserve.config import ServiceClass
@@ -9,6 +12,7 @@ from jaxserve.core import Priority, Request
 from jaxserve.scheduler.length_estimator import LengthEstimator
 from jaxserve.scheduler.page_allocator import PageAllocator
 from jaxserve.scheduler.peak import peak_of_additional_pages
+from jaxserve.scheduler.prompt_choice import PromptChoice
 from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.step_time import StepTimeModel
 from tests.scheduler.harness import Harness, make_config, make_request
@@ -187,20 +191,83 @@ def test_step_time_is_learned_and_leaves_prompts_what_the_target_allows() -> Non
     assert model.prefill_tokens_within(0.001, 4) == 0
 
 
-def test_an_itl_target_shortens_chunks_beside_decode_rows() -> None:
-    """A step takes as long as it has tokens; the harness's clock counts steps, so the scheduler is fed here."""
-    harness = Harness(make_config(itl_target_s=6.0, max_num_batched_tokens=16, prefill_chunk=16, max_model_len=200))
+def mixed_step_tokens(
+    class_of: Callable[[int], str] = lambda index: "", *, num_steps: int = 30, **settings: Any
+) -> list[int]:
+    """Tokens of each step with decode rows and prompts; a request comes in each, and is refused if too many wait.
+
+    A step takes as many seconds as it has tokens; the harness's clock counts steps, so the scheduler is fed here.
+
+    Args:
+      class_of: service class of the request of a number.
+    """
+    limits = {"max_num_batched_tokens": 16, "prefill_chunk": 16, "max_model_len": 200}
+    harness = Harness(make_config(**limits, **settings))
     scheduler, now = harness.scheduler, 0.0
-    longest = []
-    for index in range(30):
-        scheduler.add(make_request(f"r{index}", 30, 3), now)
+    tokens = []
+    for index in range(num_steps):
+        scheduler.add(make_request(f"r{index}", 30, 3, service_class=class_of(index)), now)
         plan = scheduler.schedule(now)
         result = harness._device.run(plan, harness._content)
         if plan.decode and plan.prefill:
-            longest.append(plan.num_tokens)
+            tokens.append(plan.num_tokens)
         now += plan.num_tokens
         scheduler.update(plan, result, now)
-    assert max(longest[:3]) > 6 and max(longest[-8:]) <= 7
+        scheduler.check_invariants()
+    return tokens
+
+
+def test_an_itl_target_shortens_chunks_beside_decode_rows() -> None:
+    tokens = mixed_step_tokens(itl_target_s=6.0)
+    assert max(tokens[:3]) > 6 and max(tokens[-8:]) <= 7
+
+
+@pytest.mark.parametrize(
+    ("targets", "of_engine", "longest"),
+    [
+        ({"quick": 6.0}, None, 7),
+        ({"quick": 6.0}, 12.0, 7),
+        ({"quick": 12.0}, 6.0, 7),
+        ({"quick": 12.0, "other": 6.0}, None, 13),  # nobody of the other class is there
+        ({"other": 6.0}, None, 16),
+        ({"quick": None}, None, 16),
+    ],
+)
+def test_the_smallest_target_of_the_classes_that_decode_holds(
+    targets: dict[str, float | None], of_engine: float | None, longest: int
+) -> None:
+    classes = tuple(ServiceClass(name, itl_target_s=target) for name, target in {"quick": None, **targets}.items())
+    tokens = mixed_step_tokens(lambda index: "quick", itl_target_s=of_engine, service_classes=classes)
+    # The model has settled; a page's worth of prompt, 4 tokens, may stand over.
+    assert longest - 3 <= max(tokens[-8:]) <= longest
+
+
+def test_a_class_target_holds_only_while_the_class_decodes() -> None:
+    """Two requests of it come when the model has settled; before and after them prompts get their whole chunks."""
+    classes = (ServiceClass("quick", itl_target_s=6.0),)
+    tokens = mixed_step_tokens(lambda index: "quick" if 7 < index < 10 else "", num_steps=60, service_classes=classes)
+    held = [index for index, count in enumerate(tokens) if count <= 7]
+    assert held and set(tokens[: held[0]]) == {16}
+    assert len(tokens[held[-1] + 1 :]) > 10 and set(tokens[held[-1] + 1 :]) == {16}
+
+
+def test_a_class_target_does_not_hold_for_the_class_s_own_prompts() -> None:
+    """The quick ones are computing their prompts; who decodes has no target."""
+    choice = PromptChoice(
+        make_config(service_classes=(ServiceClass("quick", itl_target_s=6.0),)), settled_model(), {"quick": 1}
+    )
+    quick = Sequence(make_request("q", 30, service_class="quick"), 0, 0.0)
+    assert choice.choose([quick], num_decode=2) == [(quick, 8)]
+    plain = Sequence(make_request("p", 30), 1, 0.0)
+    assert choice.choose([plain], num_decode=2) == [(plain, 4)]
+
+
+def settled_model() -> StepTimeModel:
+    """Has learned that a step takes a second per token."""
+    model = StepTimeModel()
+    for step in range(200):
+        model.observe(step % 5, step % 17, float(step % 5 + step % 17))
+    return model
 
 
 def test_only_so_many_long_prompts_at_once_and_short_ones_pass() -> None:

@@ -25,7 +25,7 @@ from jaxserve.config.policy_config import (
 from jaxserve.core import FinishReason, Request, SamplingParams
 from tests.scheduler.harness import STOP_ID, Harness, make_config, make_request
 
-CLASSES = (ServiceClass("bulk", max_slots=1, max_queue_requests=2, max_queue_tokens=60),)
+CLASSES = (ServiceClass("bulk", max_slots=1, max_queue_requests=2, max_queue_tokens=60, itl_target_s=1.0),)
 
 
 def sample(request_id: str, position: int) -> int:

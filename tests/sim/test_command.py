@@ -88,7 +88,7 @@ def test_the_trace_of_a_run_is_a_workload(simulate, workload, tmp_path):
 def test_more_load_is_slower_and_a_sweep_shows_it(simulate, workload, capsys):
     words = (f"--workload={workload}", "--sweep_rates=0.05,0.5,2", "--max_num_seqs=2", "--slo_ttft_s=20")
     status, document = simulate(*words)
-    assert (status, document["swept"], [point["rate"] for point in document["points"]]) == (0, "rate", [0.05, 0.5, 2])
+    assert (status, document["swept"], [point["rate"] for point in document["points"]]) == (0, ["rate"], [0.05, 0.5, 2])
     waits = [point["figures"]["queue_s"]["mean"] for point in document["points"]]
     assert waits == sorted(waits) and waits[2] > 10 * waits[0]
     shown = capsys.readouterr().out
@@ -142,7 +142,7 @@ def test_a_roofline_limits_pages_and_shows_its_arithmetic(simulate, workload, ca
         (("--cost_file=x",), "cost_file is given and cost_model is unit"),
         (("--cost_model=roofline",), "say of which model with model_config"),
         (("--find_rate",), "find_rate needs an objective"),
-        (("--find_rate", "--sweep_rates=1"), "sweep_rates and find_rate are given; a run can only do one"),
+        (("--find_rate", "--sweep_rates=1"), "sweep_rates and find_rate are given; find_rate sets the rate itself"),
         (("--sweep_rates=1", "--rate=2"), "rate and sweep_rates are given; sweep_rates sets the rate itself"),
         (("--sweep_rates=1", "--trace_file=x"), "trace_file and sweep_rates are given; a trace is of one run"),
         (("--sweep_rates=0",), "must be at least"),

@@ -5,13 +5,15 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.config.flag_table import CHIPS as CHIP_NAMES
-from jaxserve.scheduler import DecodeRow, PrefillChunk, StepPlan, TraceWriter
+from jaxserve.scheduler import DecodeRow, DecodeRows, PrefillChunk, StepPlan, TraceWriter
 from jaxserve.sim import fit
 from jaxserve.sim.cost_model import LinearCost, StepFeatures, UnitCost, features_of
 from jaxserve.sim.roofline import CHIPS, Chip, ModelShape, RooflineCost
@@ -25,7 +27,7 @@ COST = LinearCost(2e-3, 3e-5, 4e-8, 5e-6, 6e-10)
 def test_features_of_a_plan_by_hand():
     plan = StepPlan(
         0,
-        decode=(DecodeRow("a", 0, 9), DecodeRow("b", 1, 4)),
+        decode=DecodeRows.of([DecodeRow("a", 0, 9), DecodeRow("b", 1, 4)]),
         prefill=(PrefillChunk("c", 2, 3, (1, 1), False), PrefillChunk("d", 3, 0, (1, 1, 1), True)),
     )
     # c's tokens attend to 4 and 5 tokens, d's to 1, 2 and 3.
@@ -149,9 +151,12 @@ def assert_recovered(cost, rel):
 def test_the_fit_recovers_the_coefficients_behind_a_trace(tmp_path):
     samples, durations = fit.trace_samples(write_trace(tmp_path / "trace.jsonl"))
     assert len(durations) > 500
-    cost = fit.fit(samples, durations)
-    assert_recovered(cost, 1e-4)
-    assert fit.residuals(cost, samples, durations)["median_relative"] < 1e-6
+    found = fit.fit(samples, durations)
+    assert_recovered(found.cost, 1e-4)
+    quality = fit.residuals(found, samples, durations)
+    assert quality["median_relative"] < 1e-6
+    assert quality["predicted_over_measured_total"] == pytest.approx(1.0) == quality["scale"]
+    assert (quality["slow_iterations"], quality["slow_share_of_time"]) == (0, 0.0)
 
 
 def test_a_few_slow_iterations_do_not_move_the_fit(tmp_path):
@@ -165,7 +170,53 @@ def test_a_few_slow_iterations_do_not_move_the_fit(tmp_path):
 
     samples, durations = fit.trace_samples(write_trace(tmp_path / "trace.jsonl", spoil=spoil))
     assert durations.max() > 0.4
-    assert_recovered(fit.fit(samples, durations), 0.02)
+    found = fit.fit(samples, durations)
+    assert_recovered(found.cost, 0.02)
+    assert 0.03 < found.slow.mean() < 0.07 and durations[found.slow].min() > 0.4
+
+
+def drawn_samples(rng, count=4000):
+    """Iterations of 1 to 8 decode rows, a third of them with a chunk: float64[count, 5]."""
+    rows = rng.integers(1, 9, count)
+    context = rows * rng.integers(50, 900, count)
+    tokens = rng.integers(1, 250, count) * (rng.random(count) < 1 / 3)
+    return np.stack([np.ones(count), rows, context, tokens, tokens * rng.integers(1, 500, count)], axis=1).astype(float)
+
+
+def test_the_fit_adds_up_to_what_was_measured_under_skewed_noise():
+    """Lognormal noise of median 1 has the mean exp(sigma^2 / 2), here 1.046: a median fit is so much too low."""
+    rng = np.random.default_rng(0)
+    samples = drawn_samples(rng)
+    exact = samples @ np.array([2e-3, 3e-5, 4e-8, 5e-6, 6e-10])
+    durations = exact * rng.lognormal(0.0, 0.3, len(exact))
+    found = fit.fit(samples, durations)
+    quality = fit.residuals(found, samples, durations)
+    assert found.scale == pytest.approx(1.04, abs=0.01)
+    assert quality["predicted_over_measured_total"] == pytest.approx(1.0, abs=0.02)
+    usual = ~found.slow
+    predicted = samples @ np.array(list(asdict(found.cost).values()))
+    assert predicted[usual].sum() == pytest.approx(durations[usual].sum())
+    assert found.cost.constant_s == pytest.approx(1.04 * COST.constant_s, rel=0.03)
+
+
+def test_pauses_change_neither_coefficients_nor_scale():
+    rng = np.random.default_rng(0)
+    samples = drawn_samples(rng)
+    exact = samples @ np.array([2e-3, 3e-5, 4e-8, 5e-6, 6e-10])
+    durations = exact * rng.lognormal(0.0, 0.2, len(exact))
+    paused = durations + 0.5 * (rng.random(len(exact)) < 0.01)
+    calm, found = fit.fit(samples, durations), fit.fit(samples, paused)
+    assert found.slow.sum() == pytest.approx(40 + calm.slow.sum(), abs=20)
+    assert found.scale == pytest.approx(calm.scale, rel=0.005)
+    assert found.cost.constant_s == pytest.approx(calm.cost.constant_s, rel=0.01)
+    total = fit.residuals(found, samples, paused)["predicted_over_measured_total"]
+    # The pauses are not predicted: they are most of what was measured.
+    assert total == pytest.approx(1.0 - fit.residuals(found, samples, paused)["slow_share_of_time"], abs=0.02)
+
+
+def test_a_trace_that_explains_no_duration_is_refused():
+    with pytest.raises(ValueError, match="no coefficient is above 0; is the trace of a real engine"):
+        fit.fit(drawn_samples(np.random.default_rng(0), 30), np.zeros(30))
 
 
 def test_pauses_of_the_engine_are_not_durations(tmp_path):
@@ -204,7 +255,8 @@ def test_the_tool_writes_what_simulate_reads(tmp_path):
     )
     assert "median_absolute_s" in done.stdout
     assert_recovered(LinearCost.from_file(output), 1e-4)
-    assert json.loads(output.read_text())["fit"]["iterations"] > 500
+    written = json.loads(output.read_text())["fit"]
+    assert written["iterations"] > 500 and written["scale"] == pytest.approx(1.0)
 
 
 def test_the_tool_names_a_missing_argument():

@@ -21,8 +21,16 @@ def test_a_run_and_a_sweep_are_drawn(simulate, workload, tmp_path, form):
     words = (f"--workload={workload}", f"--plots={folder}", f"--plot_format={form}")
     assert simulate(*words)[0] == 0
     assert simulate(*words, "--sweep_rates=0.1,1")[0] == 0
+    search = (
+        "--find_rate",
+        "--slo_ttft_s=10",
+        "--slo_share=0.9",
+        "--sweep=max_num_seqs=1,2",
+        "--sweep=policy=fcfs,sjf",
+    )
+    assert simulate(*words, *search)[0] == 0
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert set(files) == {f"timeline.{form}", f"ttft_cdf.{form}", f"sweep.{form}"}
+    assert set(files) == {f"{name}.{form}" for name in ("timeline", "ttft_cdf", "sweep", "ranking")}
     start = {"svg": b"<?xml", "png": b"\x89PNG"}[form]
     assert all(content.startswith(start) for content in files.values())
 

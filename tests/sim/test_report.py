@@ -1,25 +1,28 @@
-"""Figures: their definitions worked out by hand; the search for a rate."""
+"""Figures: their definitions worked out by hand."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jaxserve.config import SchedulerConfig
+from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.sim.histogram import Histogram
 from jaxserve.sim.report import Objectives, figures
 from jaxserve.sim.request_log import RequestLog
 from jaxserve.sim.simulator import SimulationResult
 from jaxserve.sim.source import Arrival, make_request
-from jaxserve.sim.sweep import PRECISION, find_rate
 from jaxserve.sim.timeline import Span, Timeline
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=10)
 
 
 def logged(*requests):
-    """A log of (arrival, start, token instants, class, outcome)."""
+    """A log of (arrival, start, token instants, class, outcome[, service class])."""
     log = RequestLog()
-    for at, start, tokens, class_name, outcome in requests:
-        live = log.arrived(Arrival(at, make_request("r", (1, 2), max(len(tokens), 1)), max(len(tokens), 1), class_name))
+    for at, start, tokens, class_name, outcome, *service_class in requests:
+        num_output = max(len(tokens), 1)
+        request = make_request("r", (1, 2), num_output, service_class=service_class[0] if service_class else "")
+        live = log.arrived(Arrival(at, request, num_output, class_name))
         if start is not None:
             log.started(live, start)
         for token_at in tokens:
@@ -42,8 +45,8 @@ LOG = (
 )
 
 
-def report(log=LOG, objectives=None, **totals):
-    result = SimulationResult(CONFIG, log=logged(*log))
+def report(log=LOG, objectives=None, config=CONFIG, **totals):
+    result = SimulationResult(config, log=logged(*log))
     for name, value in totals.items():
         setattr(result.totals, name, value)
     return figures(result, objectives or Objectives())
@@ -93,6 +96,33 @@ def test_goodput_counts_requests_that_met_every_objective(objectives, met):
     assert found["slo_share"] == met / 5
 
 
+def test_targets_of_the_service_class_come_before_the_objectives_of_the_run():
+    """`web` requests have ttft 2 and 3 and gaps up to 2; `batch` ones ttft 6 and 1."""
+    classes = (ServiceClass("chat", ttft_target_s=2.5), ServiceClass("bulk", itl_target_s=0.4), ServiceClass("plain"))
+    config = replace(CONFIG, service_classes=classes)
+    service_classes = {"web": "chat", "batch": "bulk"}
+    log = [(*entry, service_classes[entry[3]]) for entry in LOG]
+    found = report(log, config=config)
+    assert (found["classes"]["web"]["slo_share"], found["classes"]["batch"]["slo_share"]) == (1 / 2, 0.0)
+    assert found["classes"]["web"]["goodput_requests_per_s"] == pytest.approx(1 / 11)
+    # The run's objectives hold where the class has no target of the kind.
+    found = report(log, Objectives(ttft_s=1.0, itl_s=1.5), config=config)
+    assert (found["classes"]["web"]["slo_share"], found["slo_share"]) == (0.0, 0.0)
+    found = report(log, Objectives(ttft_s=1.0, itl_s=2.0), config=config)
+    assert (found["classes"]["web"]["slo_share"], found["slo_share"]) == (1 / 2, 1 / 5)
+    assert found["service_class_objectives"] == {
+        "chat": {"ttft_s": 2.5, "itl_s": 2.0, "tpot_s": None},
+        "bulk": {"ttft_s": 1.0, "itl_s": 0.4, "tpot_s": None},
+        "plain": {"ttft_s": 1.0, "itl_s": 2.0, "tpot_s": None},
+    }
+
+
+def test_requests_without_a_service_class_have_the_objectives_of_the_run():
+    config = replace(CONFIG, service_classes=(ServiceClass("chat", ttft_target_s=0.1),))
+    assert report(config=config)["slo_share"] == 3 / 5
+    assert report(objectives=Objectives(ttft_s=3.0), config=config)["slo_share"] == 2 / 5
+
+
 def test_a_run_cut_short_lasts_until_its_last_iteration():
     found = report([(1.0, 1.0, (2.0, 3.0), "web", "live")], ended_at=3.0)
     assert (found["duration_s"], found["tokens_per_s"]) == (2.0, 1.0)
@@ -137,18 +167,3 @@ def test_the_timeline_is_bounded_and_loses_no_token():
     assert (timeline.spans[0].began_at, timeline.spans[-1].ended_at) == (0.0, count - 0.5)
     assert timeline.spans[-1].pages_owned == count - 1
     assert all(left.ended_at <= right.began_at for left, right in zip(timeline.spans, timeline.spans[1:], strict=False))
-
-
-@pytest.mark.parametrize("limit", [0.3, 7.7, 1000.0])
-def test_the_highest_rate_is_found_within_its_precision(limit):
-    rate, points = find_rate(lambda rate: {"slo_share": 1.0 if rate <= limit else 0.5}, 0.99)
-    assert limit / (1 + PRECISION) <= rate <= limit
-    assert [point["rate"] for point in points] == sorted(point["rate"] for point in points)
-    assert len(points) < 30
-
-
-def test_a_search_without_an_end_is_refused():
-    with pytest.raises(ValueError, match=r"the objectives are met even at .* use a workload with more requests"):
-        find_rate(lambda rate: {"slo_share": 1.0}, 0.99)
-    with pytest.raises(ValueError, match=r"do not meet their objectives even at .* relax the objectives"):
-        find_rate(lambda rate: {"slo_share": 0.0}, 0.99)

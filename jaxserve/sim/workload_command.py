@@ -1,0 +1,124 @@
+"""WorkloadCommand: the flags of `simulate --workload`, and the runs they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from absl.flags import FlagValues
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.scheduler import TraceWriter
+from jaxserve.sim.cost_model import CostModel, LinearCost, StepFeatures, UnitCost
+from jaxserve.sim.fixed_workload import load_workload
+from jaxserve.sim.report import Objectives, figures
+from jaxserve.sim.roofline import CHIPS, ModelShape, RooflineCost
+from jaxserve.sim.settings import scheduler_config
+from jaxserve.sim.simulator import MAX_ITERATIONS, SimulationResult, Simulator
+from jaxserve.sim.workload import Workload
+
+_BITS = {"float32": 32, "bfloat16": 16}
+
+
+class WorkloadCommand:
+    """The flags, read once.
+
+    Raises:
+      ValueError: a flag or file breaks a rule.
+    """
+
+    def __init__(self, flags: FlagValues) -> None:
+        self._flags = flags
+        sweeps = [name for name in ("sweep_rates", "find_rate", "sweep") if flags[name].value]
+        rates = [name for name in ("rate", "sweep_rates", "find_rate") if flags[name].value]
+        if len(rates) > 1:
+            raise ValueError(f"{rates[0]} and {rates[1]} are given; {rates[1]} sets the rate itself")
+        if sweeps and flags.trace_file:
+            raise ValueError(f"trace_file and {sweeps[0]} are given; a trace is of one run")
+        if not 0.0 < flags.slo_share <= 1.0:
+            raise ValueError(f"slo_share is {flags.slo_share}; it must be in (0, 1]")
+        self.objectives = Objectives(flags.slo_ttft_s, flags.slo_itl_s, flags.slo_tpot_s)
+        self.workload = load_workload(flags.workload)
+        if flags.rate is not None:
+            self.workload = self.workload.at_rate(flags.rate)
+        self.cost_model = _cost_model(flags)
+
+    def config(self, changes: Mapping[str, Any] | None = None) -> SchedulerConfig:
+        """The scheduler's settings; with a roofline the chip's memory decides the number of pages."""
+        flags, cost_model = self._flags, self.cost_model
+        num_pages = None
+        if isinstance(cost_model, RooflineCost):
+            page_size = (changes or {}).get("page_size", flags.page_size)
+            num_pages = cost_model.num_pages(page_size, flags.memory_fraction)
+        return scheduler_config(flags, max_model_len=self.workload.longest, num_pages=num_pages, changes=changes)
+
+    def run(self, workload: Workload, config: SchedulerConfig) -> SimulationResult:
+        """One run."""
+        flags = self._flags
+        trace = TraceWriter(flags.trace_file, model="simulated", config=config) if flags.trace_file else None
+        simulator = Simulator(
+            config,
+            self.cost_model,
+            workload.source(),
+            trace=trace,
+            max_iterations=flags.iteration_limit or MAX_ITERATIONS,
+        )
+        result = simulator.run()
+        if trace:
+            trace.close()
+        return result
+
+    def figures(self, config: SchedulerConfig, rate: float | None = None) -> dict[str, Any]:
+        """Of one run, at another rate where one is given."""
+        workload = self.workload if rate is None else self.workload.at_rate(rate)
+        return figures(self.run(workload, config), self.objectives)
+
+    def settings(self) -> dict[str, Any]:
+        """What was asked for, for the output."""
+        flags = self._flags
+        names = ["workload", "rate", "cost_model", "cost_file"]
+        if flags.cost_model == "roofline":
+            names += ["chip", "model_config", "tensor_parallel_size", "dtype", "weight_bits", "kv_bits"]
+            names += ["compute_efficiency", "memory_efficiency", "overhead_s", "memory_fraction"]
+        return {name: flags[name].value for name in names}
+
+    def explanation(self, config: SchedulerConfig) -> list[str]:
+        """The cost model's arithmetic for two plain iterations."""
+        context = min(1024, config.max_model_len)
+        rows = config.max_num_seqs
+        chunk = min(config.prefill_chunk, config.max_model_len)
+        decode = StepFeatures(decode_rows=rows, decode_context=rows * context, emitted=rows)
+        prefill = StepFeatures(
+            prefill_tokens=chunk, prefill_attention=chunk * (chunk + 1) // 2, prefill_context=chunk, emitted=1
+        )
+        return [
+            f"-- decode: {rows} rows, {context} tokens of context each",
+            *self.cost_model.explain(decode),
+            f"-- prefill: the first {chunk} tokens of a prompt",
+            *self.cost_model.explain(prefill),
+        ]
+
+
+def _cost_model(flags: FlagValues) -> CostModel:
+    if flags.cost_model == "linear":
+        if flags.cost_file is None:
+            raise ValueError("cost_model is linear; give its coefficients with cost_file (tools/fit_cost_model)")
+        return LinearCost.from_file(flags.cost_file)
+    if flags.cost_file is not None:
+        raise ValueError(f"cost_file is given and cost_model is {flags.cost_model}; only linear reads it")
+    if flags.cost_model == "unit":
+        return UnitCost()
+    if flags.model_config is None:
+        raise ValueError(
+            "cost_model is roofline; say of which model with model_config, as configs/models/llama-3.1-8b.json"
+        )
+    return RooflineCost(
+        CHIPS[flags.chip],
+        ModelShape.from_file(flags.model_config),
+        num_chips=flags.tensor_parallel_size,
+        weight_bits=flags.weight_bits or _BITS[flags.dtype],
+        kv_bits=flags.kv_bits or _BITS[flags.dtype],
+        compute_efficiency=flags.compute_efficiency,
+        memory_efficiency=flags.memory_efficiency,
+        overhead_s=flags.overhead_s,
+    )
