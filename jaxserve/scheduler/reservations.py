@@ -87,6 +87,13 @@ class Reservation:
         sequence.num_promised_pages -= count
         self.num_promised -= count
 
+    def take_one_each(self, sequences: Items[Sequence]) -> None:
+        """`take` of one page for several sequences."""
+        for sequence in sequences:
+            assert sequence.num_promised_pages, f"{sequence.request_id} takes a page that was not promised"
+            sequence.num_promised_pages -= 1
+        self.num_promised -= len(sequences)
+
     def release(self, sequence: Sequence) -> None:
         """Takes every promise back."""
         self._promise(sequence, -sequence.num_promised_pages)

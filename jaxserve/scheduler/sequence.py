@@ -22,6 +22,7 @@ class Sequence:
       arrival: number of the arrival, from 0; breaks every tie.
       arrived_at: instant of `Scheduler.add`.
       slot: row of the decode table, or NO_SLOT.
+      turn: number of the promotion that gave it its last slot; orders those that hold one.
       num_scheduled: tokens whose K/V is written or will be by a step in flight; K/V of tokens
         [0, num_scheduled) is valid for the next plan.
       output_token_ids: tokens the host has seen; trails by the steps in flight.
@@ -43,6 +44,7 @@ class Sequence:
     arrival: int
     arrived_at: float
     slot: int = NO_SLOT
+    turn: int = -1
     num_scheduled: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -58,6 +60,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     # Copied from the request, because every iteration asks for them of every row.
     request_id: str = field(init=False, repr=False)
+    tenant: str = field(init=False, repr=False)
     stop_ids: frozenset[int] = field(init=False, repr=False)
     max_tokens: int = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False, repr=False)
@@ -66,6 +69,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
+        self.tenant = self.request.tenant
         self.stop_ids = self.request.stop_ids
         self.max_tokens = self.request.max_tokens
         self.num_prompt_tokens = self.num_prefill_tokens = self.request.num_prompt_tokens

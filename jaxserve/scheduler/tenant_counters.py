@@ -57,9 +57,9 @@ class TenantCounters:
 
     def charge_outputs(self, sequences: Iterable[Sequence]) -> None:
         """A decode row of each live sequence is in a plan."""
-        service = self._service
+        service, weight = self._service, self._output_weight
         for sequence in sequences:
-            service[sequence.request.tenant] += self._output_weight
+            service[sequence.tenant] += weight
 
     def charge_chunk(self, tenant: str, num_tokens: int, emits: bool) -> None:
         """A chunk of `num_tokens` of a live request is in a plan; `emits`: it samples a token too."""
