@@ -48,7 +48,7 @@ def features_of(plan: StepPlan) -> StepFeatures:
     rows = len(plan.decode)
     return StepFeatures(
         decode_rows=rows,
-        decode_context=sum(row.position for row in plan.decode) + rows,
+        decode_context=sum(plan.decode.positions) + rows,
         prefill_tokens=tokens,
         prefill_attention=attention,
         prefill_context=context,

@@ -135,9 +135,7 @@ class TableLayout:
 
 
 def _fields(blob: Any, places: list[tuple[str, slice, tuple[int, ...]]]) -> dict[str, Any]:
-    return {
-        name: blob[place] if len(shape) == 1 else blob[place].reshape(shape) for name, place, shape in places
-    }
+    return {name: blob[place] if len(shape) == 1 else blob[place].reshape(shape) for name, place, shape in places}
 
 
 def _place(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:
