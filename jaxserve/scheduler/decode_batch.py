@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from operator import attrgetter
 
-from jaxserve.scheduler.plan import DecodeRows
 from jaxserve.scheduler.sequence import Sequence
 
 _turn = attrgetter("turn")
@@ -18,13 +17,15 @@ class DecodeBatch:
     Joining and leaving move the ends of lists, which costs next to nothing at these lengths.
 
     Attributes:
-      sequences: treat it as read-only; it changes in place.
+      sequences, request_ids, slots: a column each; treat them as read-only, they change in place.
+      num_by_tenant: sequences of each tenant that has any.
     """
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
-        self._request_ids: list[str] = []
-        self._slots: list[int] = []
+        self.request_ids: list[str] = []
+        self.slots: list[int] = []
+        self.num_by_tenant: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -33,20 +34,22 @@ class DecodeBatch:
         """Takes in a sequence that is not in; it holds a slot."""
         index = self.index(sequence)
         self.sequences.insert(index, sequence)
-        self._request_ids.insert(index, sequence.request_id)
-        self._slots.insert(index, sequence.slot)
+        self.request_ids.insert(index, sequence.request_id)
+        self.slots.insert(index, sequence.slot)
+        tenant = sequence.request.tenant
+        self.num_by_tenant[tenant] = self.num_by_tenant.get(tenant, 0) + 1
 
     def leave(self, sequence: Sequence) -> None:
         """Takes a sequence out, if it is in."""
         index = self.index(sequence)
-        if index < len(self.sequences) and self.sequences[index] is sequence:
-            del self.sequences[index], self._request_ids[index], self._slots[index]
+        if index == len(self.sequences) or self.sequences[index] is not sequence:
+            return
+        del self.sequences[index], self.request_ids[index], self.slots[index]
+        tenant = sequence.request.tenant
+        self.num_by_tenant[tenant] -= 1
+        if not self.num_by_tenant[tenant]:
+            del self.num_by_tenant[tenant]
 
     def index(self, sequence: Sequence) -> int:
         """The row of a sequence; of one that is not in, the row it would have."""
         return bisect_left(self.sequences, sequence.turn, key=_turn)
-
-    def rows(self) -> DecodeRows:
-        """The next row of each."""
-        positions = tuple([sequence.num_scheduled for sequence in self.sequences])
-        return DecodeRows(tuple(self._request_ids), tuple(self._slots), positions)

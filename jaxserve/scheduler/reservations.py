@@ -170,8 +170,9 @@ class Exact(Reservation):
         if self.num_promised + len(running) * self._pages_of(self._config.max_steps_ahead) <= left:
             self._promise(sequence, lacking)
             return True
-        in_step = [other for other in running if other.decode_ready and other is not victim]
-        left -= self.num_promised - sum(other.num_promised_pages for other in in_step)
+        # `decode_ready`, compared in place: a call per running sequence would show.
+        in_step = [s for s in running if s.num_scheduled >= s.num_prefill_tokens and s is not victim]
+        left -= self.num_promised - sum([other.num_promised_pages for other in in_step])
         if left < 0 or peak_of_additional_pages(in_step, frozenset(shared), self._pages, self._config) > left:
             return False
         self._promise(sequence, lacking)

@@ -33,11 +33,13 @@ class RowPlanner(SchedulerState):
 
         It goes by columns and without calls: what stands in the loop runs once per slot and iteration.
         """
-        sequences, rows = self._decoding.sequences, self._decoding.rows()
-        page_size = self.config.page_size
+        batch, page_size = self._decoding, self.config.page_size
+        positions: list[int] = []
         full: list[Sequence] = []
         ending: list[Sequence] = []
-        for sequence, position in zip(sequences, rows.positions, strict=True):
+        for sequence in batch.sequences:
+            position = sequence.num_scheduled
+            positions.append(position)
             sequence.num_in_flight += 1
             sequence.num_scheduled = num_scheduled = position + 1
             if not position % page_size:  # its pages are full
@@ -47,8 +49,9 @@ class RowPlanner(SchedulerState):
         if full:
             self._take_page_each(full, pages)
         if self._order.counters is not None:
-            self._order.counters.charge_outputs(sequences)
-        last_rows = [self._decoding.index(sequence) for sequence in ending]
+            self._order.counters.charge_outputs(batch.num_by_tenant)
+        rows = DecodeRows(tuple(batch.request_ids), tuple(batch.slots), tuple(positions))
+        last_rows = [batch.index(sequence) for sequence in ending]
         for sequence in ending:  # its slot is the next plan's to use
             self._vacate(sequence)
         return rows, last_rows

@@ -60,7 +60,6 @@ class Sequence:
     finish_reason: FinishReason | None = None
     # Copied from the request, because every iteration asks for them of every row.
     request_id: str = field(init=False, repr=False)
-    tenant: str = field(init=False, repr=False)
     stop_ids: frozenset[int] = field(init=False, repr=False)
     max_tokens: int = field(init=False, repr=False)
     num_prompt_tokens: int = field(init=False, repr=False)
@@ -69,7 +68,6 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
-        self.tenant = self.request.tenant
         self.stop_ids = self.request.stop_ids
         self.max_tokens = self.request.max_tokens
         self.num_prompt_tokens = self.num_prefill_tokens = self.request.num_prompt_tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ from jaxserve.tables.layout import (
 )
 
 _HOLD_STOPS = np.int32(FLAG_HOLD_STOPS)
+_sampling_floats = attrgetter(*SAMPLING_FLOATS[1:])  # without the temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class TableBuilder:
         seed = request.seed & (2**64 - 1)
         self._ints[:, slot] = np.array((top_k, seed >> 32, seed & 0xFFFFFFFF), np.uint32).view(np.int32)
         temperature = 0.0 if params.greedy else params.temperature
-        self._floats[:, slot] = (temperature, *(getattr(params, name) for name in SAMPLING_FLOATS[1:]))
+        self._floats[:, slot] = (temperature, *_sampling_floats(params))
         self._flags[slot] = (
             FLAG_LIVE
             | (FLAG_LOGPROBS if params.logprobs is not None else 0)
