@@ -74,14 +74,16 @@ class PageAllocator:
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes one owner from each; the last ones of a sequence become the first to be evicted."""
-        free, owners, retire, push = self._free, self._num_owners, self.cache.retire, heapq.heappush
+        free, owners, cache, push = self._free, self._num_owners, self.cache, heapq.heappush
         for page in reversed(pages):
             left = owners[page] - 1
             assert left >= 0, f"page {page} is released and has no owner"
             owners[page] = left
             if left:
                 self._num_shared -= left == 1
-            elif not retire(page):
+            elif page in cache.name_of:
+                cache.retire(page)
+            else:
                 push(free, page)
 
     def num_owners(self, page: int) -> int:

@@ -186,13 +186,14 @@ class Scheduler(RowLander):
         if not self._running:
             return StepPlan(self._num_plans)
         placements, pages = self._new_placements()
+        for sequence in starved:
+            self._decoding.leave(sequence)
         decoding = self._decoding.sequences.copy()
         chosen = self._prompts.choose(self._prefilling.values(), len(decoding)) if self._prefilling else []
         rows, last_rows = self._decode_rows(pages)
         chunks = [self._chunk(sequence, size, pages, now) for sequence, size in chosen]
         for sequence in starved:
-            if sequence.slot != NO_SLOT:
-                self._decoding.join(sequence)
+            self._decoding.join(sequence)
         plan = StepPlan(
             iteration=self._num_plans,
             decode=rows,
@@ -303,7 +304,8 @@ class Scheduler(RowLander):
         """Finds a page for every decode row that needs a new one, at other requests' expense if it must.
 
         Returns:
-          Those that go without a row in this iteration: the pages they are to get are not back yet.
+          Those that keep their slots and go without a row in this iteration: the pages they are to get are not
+          back yet.
         """
         starved: list[Sequence] = []
         self._returning = [sequence for sequence in self._returning if sequence.num_in_flight]
@@ -318,9 +320,9 @@ class Scheduler(RowLander):
                     self._preempt(victim)
                     if victim.num_in_flight:
                         self._returning.append(victim)
-                if victim is None or victim is sequence:
+                if victim is None:
                     starved.append(sequence)
-                    self._decoding.leave(sequence)
+                if victim is None or victim is sequence:
                     break
         return starved
 
