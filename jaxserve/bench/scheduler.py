@@ -191,10 +191,9 @@ class SteadyState:
         updated = clock()
         self._now += STEP_S
         self._running.append(len(plan.decode) + len(plan.prefill))
-        for event in events:
-            if event.finish_reason is not None:
-                del self._requests[event.request_id]
-                self._arrive(self._draw_output())
+        for event in events.ended:
+            del self._requests[event.request_id]
+            self._arrive(self._draw_output())
         return scheduled - began, built - scheduled, updated - answered
 
     def _draw_output(self) -> int:

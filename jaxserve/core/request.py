@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import ClassVar
 
 from jaxserve.core.sampling_params import SamplingParams
@@ -91,5 +92,10 @@ class Request:
     @property
     def stop_ids(self) -> frozenset[int]:
         """Every id that ends this request's output."""
-        eos = () if self.params.ignore_eos else self.eos_token_ids
-        return frozenset(eos) | frozenset(self.params.stop_token_ids)
+        return _union(() if self.params.ignore_eos else self.eos_token_ids, self.params.stop_token_ids)
+
+
+@lru_cache(maxsize=1024)
+def _union(first: tuple[int, ...], second: tuple[int, ...]) -> frozenset[int]:
+    """One object for all requests with the same ids: the scheduler looks into it once per token."""
+    return frozenset(first) | frozenset(second)

@@ -32,8 +32,7 @@ from jaxserve.engine.output_processor import OutputDelta, RequestState
 from jaxserve.engine.validation import ModelLimits
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, enable_compile_cache, make_mesh
-from jaxserve.scheduler import Scheduler, TraceWriter
-from jaxserve.scheduler.plan import StepPlan, TokenEvent
+from jaxserve.scheduler import Scheduler, StepPlan, TokenEvent, TokenEvents, TraceWriter
 from jaxserve.text import Tokenizer, load_tokenizer
 
 Progress = Callable[[str, int, int, str], None]
@@ -155,7 +154,7 @@ class Engine:
         with self._lock:
             now = self._clock()
             rejection = self.scheduler.add(request, now)
-            self._deliver(self.scheduler.take_events(), None, now)
+            self._deliver_events(self.scheduler.take_events(), None, now)
             if rejection is not None:
                 self.metrics.rejected(rejection.reason)
                 if rejection.reason == "never_fits":
@@ -171,7 +170,7 @@ class Engine:
                 return False
             now = self._clock()
             self.scheduler.abort(request_id, now, reason)
-            self._deliver(self.scheduler.take_events(), None, now)
+            self._deliver_events(self.scheduler.take_events(), None, now)
             self._observe_load()
             return True
 
@@ -196,7 +195,7 @@ class Engine:
         with self._lock:
             now = self._clock()
             plan = self.scheduler.schedule(now)
-            self._deliver(self.scheduler.take_events(), None, now)
+            self._deliver_events(self.scheduler.take_events(), None, now)
             if plan.empty:
                 self._observe_load()
                 return False
@@ -212,7 +211,7 @@ class Engine:
             now = self._clock()
             self._take_prompt_scores(plan, output)
             events = self.scheduler.update(plan, output.result, now, bucket=output.bucket.name)
-            self._deliver(events, output, now)
+            self._deliver_step(events, output, now)
             # Stop strings found just now ended their requests: nothing is left to say about those.
             self.scheduler.take_events()
             self._count(plan, output, events)
@@ -251,44 +250,67 @@ class Engine:
                 state.take_prompt_scores(chunk, first, output)
             first += len(chunk.token_ids)
 
-    def _deliver(self, events: list[TokenEvent], output: StepOutput | None, now: float) -> None:
-        for event in events:
-            state = self._states.get(event.request_id)
-            if state is None:
-                continue
-            if event.token_id is not None:
-                self.metrics.token(state, now)
-            try:
-                stopped = state.take_event(event, output, now)
-            except Exception:
-                # A fault in one request's text handling ends that request; its neighbours go on.
-                logging.exception("request %s failed", event.request_id)
-                with contextlib.suppress(Exception):  # the sink itself may be what failed
-                    state.fail(now)
-                self._end(state, event, FinishReason.ERROR, now)
-                continue
-            if stopped is not None:
-                self._end(state, event, FinishReason.STOP, now)
-            elif event.finish_reason is not None:
-                self._end(state, event, event.finish_reason, now)
+    def _deliver_step(self, events: TokenEvents, output: StepOutput, now: float) -> None:
+        """What an update brought; decode rows by column, as most have a token and nothing else."""
+        self.metrics.sampled(events.num_tokens)
+        ends = events.ends
+        for request_id, token_id, row in zip(events.request_ids, events.token_ids, events.rows, strict=True):
+            self._deliver(request_id, token_id, "decode", row, ends.get(row), output, now)
+        self._deliver_events(events.prefill, output, now)
 
-    def _end(self, state: RequestState, event: TokenEvent, reason: str, now: float) -> None:
+    def _deliver_events(self, events: list[TokenEvent], output: StepOutput | None, now: float) -> None:
+        for event in events:
+            end = None if event.finish_reason is None else event
+            self._deliver(event.request_id, event.token_id, event.source, event.row, end, output, now)
+
+    def _deliver(
+        self,
+        request_id: str,
+        token_id: int | None,
+        source: str,
+        row: int,
+        end: TokenEvent | None,
+        output: StepOutput | None,
+        now: float,
+    ) -> None:
+        """A token, an end or both, of a request that is live unless a stop string ended it; see `RequestState.take`."""
+        state = self._states.get(request_id)
+        if state is None:
+            return
+        if token_id is not None:
+            self.metrics.token(state, now)
+        try:
+            stopped = state.take(token_id, source, row, end, output, now)
+        except Exception:
+            # A fault in one request's text handling ends that request; its neighbours go on.
+            logging.exception("request %s failed", request_id)
+            with contextlib.suppress(Exception):  # the sink itself may be what failed
+                state.fail(now)
+            self._end(state, end, FinishReason.ERROR, now)
+            return
+        if stopped is not None:
+            self._end(state, end, FinishReason.STOP, now)
+        elif end is not None and end.finish_reason is not None:
+            self._end(state, end, end.finish_reason, now)
+
+    def _end(self, state: RequestState, end: TokenEvent | None, reason: str, now: float) -> None:
         """Forgets a request, telling the scheduler where it does not know of the end."""
-        if event.finish_reason is None:
-            self.scheduler.abort(event.request_id, now, reason)
-        del self._states[event.request_id]
+        request_id = state.request.request_id
+        if end is None:
+            self.scheduler.abort(request_id, now, reason)
+        del self._states[request_id]
         if reason == FinishReason.DISPLACED:
             self.metrics.rejected(reason)
         else:
             self.metrics.finished(state, reason)
 
-    def _count(self, plan: StepPlan, output: StepOutput, events: list[TokenEvent]) -> None:
+    def _count(self, plan: StepPlan, output: StepOutput, events: TokenEvents) -> None:
         stats = self.stats
         stats.iterations += 1
-        stats.slot_steps += len(set(plan.decode.slots) | {chunk.slot for chunk in plan.prefill})
+        stats.slot_steps += len(plan.decode) + len(plan.prefill)
         stats.tokens += plan.num_tokens
         stats.padded_tokens += output.bucket.decode_rows + output.bucket.prefill_tokens
-        stats.output_tokens += sum(event.token_id is not None for event in events)
+        stats.output_tokens += events.num_tokens
         self.metrics.iteration(plan.num_tokens)
 
     def _count_preemptions(self, plan: StepPlan) -> None:

@@ -93,9 +93,12 @@ class EngineMetrics:
         self._cache_queries.inc(num_tokens)
         self._cache_hits.inc(num_cached)
 
+    def sampled(self, count: int) -> None:
+        """A step sampled so many tokens for live requests."""
+        self._generation_tokens.inc(count)
+
     def token(self, state: RequestState, now: float) -> None:
-        """A token is about to be delivered to `state`."""
-        self._generation_tokens.inc()
+        """A token is about to be delivered to `state`; `sampled` counts it."""
         if state.last_token_at is None:
             self._ttft.observe(max(now - state.metrics.arrived_at, 0.0))
             self._prompt_tokens.inc(state.request.num_prompt_tokens)

@@ -107,17 +107,32 @@ class RequestState:
         scores = output.prompt_scores(first + skip, count)
         self._prompt_logprobs += [self._entry(t, s, k) for t, s in zip(targets, scores, strict=False)]
 
-    def take_event(self, event: TokenEvent, output: StepOutput | None, now: float) -> str | None:
-        """Delivers one event.
+    def take(
+        self,
+        token_id: int | None,
+        source: str,
+        row: int,
+        end: TokenEvent | None,
+        output: StepOutput | None,
+        now: float,
+    ) -> str | None:
+        """Delivers a token, an end, or both.
+
+        Args:
+          token_id, source, row: see `TokenEvent`.
+          end: the event when it ends the request.
 
         Returns:
           The stop string that ended the request, when one did: the scheduler does not know yet.
         """
-        delta = OutputDelta(self.index, finish_reason=event.finish_reason and str(event.finish_reason))
+        delta = OutputDelta(self.index, finish_reason=str(end.finish_reason) if end else None)
         stopped = None
-        if event.token_id is not None:
-            stopped = self._take_token(event, event.token_id, output, delta, now)
-        if self._prompt_logprobs is not None and (event.token_id is not None or delta.finish_reason):
+        if token_id is not None:
+            scores = None
+            if output is not None and self.request.params.logprobs is not None:
+                scores = output.scores(source, row)
+            stopped = self._take_token(token_id, scores, end and end.stop_token_id, delta, now)
+        if self._prompt_logprobs is not None and (token_id is not None or delta.finish_reason):
             delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         if delta.finish_reason is not None:
             if stopped is None:
@@ -134,7 +149,7 @@ class RequestState:
         self._sink(OutputDelta(self.index, finish_reason=FinishReason.ERROR.value, metrics=self.metrics))
 
     def _take_token(
-        self, event: TokenEvent, token_id: int, output: StepOutput | None, delta: OutputDelta, now: float
+        self, token_id: int, scores: RowScores | None, stop_token_id: int | None, delta: OutputDelta, now: float
     ) -> str | None:
         params = self.request.params
         self.num_output_tokens += 1
@@ -142,13 +157,13 @@ class RequestState:
         if self.metrics.first_token_at is None:
             self.metrics.first_token_at = now
         self.last_token_at = now
-        if params.logprobs is not None and output is not None:
-            delta.logprobs = [self._entry(token_id, output.scores(event.source, event.row), params.logprobs)]
-        if event.stop_token_id is not None and event.stop_token_id not in self.request.eos_token_ids:
-            delta.stop_reason = event.stop_token_id
+        if params.logprobs is not None and scores is not None:
+            delta.logprobs = [self._entry(token_id, scores, params.logprobs)]
+        if stop_token_id is not None and stop_token_id not in self.request.eos_token_ids:
+            delta.stop_reason = stop_token_id
         if self._detokenizer is None:
             return None
-        hidden = event.stop_token_id is not None and not params.include_stop_str_in_output
+        hidden = stop_token_id is not None and not params.include_stop_str_in_output
         text = "" if hidden else self._detokenizer.add(token_id)
         # Up to min_tokens stop strings are not looked for; one that began there is not seen later.
         if self._stops is None or self.num_output_tokens < params.min_tokens:

@@ -16,6 +16,7 @@ from jaxserve.scheduler.plan import (
 )
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.token_events import TokenEvents
 from jaxserve.scheduler.trace import SCHEMA_VERSION, TraceWriter
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "TokenEvent",
+    "TokenEvents",
     "TraceWriter",
 ]

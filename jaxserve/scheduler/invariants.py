@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxserve.scheduler.sequence import NO_SLOT
+from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
     from jaxserve.scheduler.state import SchedulerState
@@ -60,6 +60,10 @@ def _check_states(scheduler: SchedulerState) -> None:
     for name, count in scheduler._num_slots_held.items():
         ids = [each.request_id for each in scheduler._running.values() if each.request.service_class == name]
         assert count == len(ids), f"service class {name} counts {count} slots, {ids} hold one"
+    decoding = [sequence for sequence in scheduler._running.values() if sequence.decode_ready]
+    assert decoding == scheduler._decoding.sequences, f"{_ids(decoding)} decode, listed otherwise"
+    prompts = [sequence for sequence in scheduler._running.values() if not sequence.decode_ready]
+    assert prompts == list(scheduler._prefilling.values()), f"{_ids(prompts)} have prompts left, listed otherwise"
     deadlines = (sequence for _, sequence in scheduler._deadlines.entries())
     for sequence in (*scheduler._waiting, *deadlines):
         assert scheduler._live.get(sequence.request_id) is sequence, f"{sequence.request_id} ended but is listed"
@@ -96,3 +100,7 @@ def _check_pages(scheduler: SchedulerState) -> None:
     if scheduler.config.reservation != "exact":  # there only the worst moment has to fit
         available = pages.num_available
         assert promised <= available, f"{promised} pages are promised, {available} are available"
+
+
+def _ids(sequences: list[Sequence]) -> list[str]:
+    return [sequence.request_id for sequence in sequences]

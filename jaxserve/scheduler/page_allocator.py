@@ -58,7 +58,8 @@ class PageAllocator:
         assert count <= len(free) or count <= self.num_available, (
             f"{count} pages asked for, {self.num_available} available"
         )
-        pages = [heapq.heappop(free) if free else self.cache.evict() for _ in range(count)]
+        pop = heapq.heappop
+        pages = [pop(free) if free else self.cache.evict() for _ in range(count)]
         for page in pages:
             owners[page] = 1
         return pages
@@ -73,12 +74,17 @@ class PageAllocator:
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes one owner from each; the last ones of a sequence become the first to be evicted."""
+        free, owners, cache, push = self._free, self._num_owners, self.cache, heapq.heappush
         for page in reversed(pages):
-            assert self._num_owners[page] > 0, f"page {page} is released and has no owner"
-            self._num_owners[page] -= 1
-            self._num_shared -= self._num_owners[page] == 1
-            if not self._num_owners[page] and not self.cache.retire(page):
-                heapq.heappush(self._free, page)
+            left = owners[page] - 1
+            assert left >= 0, f"page {page} is released and has no owner"
+            owners[page] = left
+            if left:
+                self._num_shared -= left == 1
+            elif page in cache.name_of:
+                cache.retire(page)
+            else:
+                push(free, page)
 
     def num_owners(self, page: int) -> int:
         """Sequences that hold `page`."""

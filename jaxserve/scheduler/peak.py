@@ -27,27 +27,31 @@ def peak_of_additional_pages(
       config: page size; `max_steps_ahead` plans pass between a sequence's last row and its pages' return.
 
     Returns:
-      May be negative: fewer than they hold now.
+      At least 0: more than they hold now.
     """
-    size = config.page_size
-    by_end = sorted(sequences, key=lambda s: s.num_kv_tokens - s.num_scheduled, reverse=True)
-    private = [pages.num_private(sequence.pages, shared) for sequence in by_end]
-    returned = sum(private)
+    size, ahead = config.page_size, config.max_steps_ahead
+    rows = []
+    num_private = 0
+    for sequence in sequences:
+        private = pages.num_private(sequence.pages, shared)
+        num_private += private
+        scheduled = sequence.num_scheduled
+        rows.append((sequence.num_kv_tokens - scheduled, scheduled, len(sequence.pages) - private))
+    rows.sort(reverse=True)
     num_by_remainder = [0] * size
-    num_full = num_held = peak = 0
-    for count, sequence in enumerate(by_end, 1):
-        full, remainder = divmod(sequence.num_scheduled, size)
-        num_full += full
-        num_by_remainder[remainder] += 1
-        num_held += len(sequence.pages)
-        returned -= private[count - 1]
-        grown = sequence.num_kv_tokens - sequence.num_scheduled + config.max_steps_ahead
-        whole, rest = divmod(grown, size)
+    # Full pages of those that are there, less pages that they hold and that others have returned.
+    balance = -num_private
+    peak = 0
+    for count, (remaining, scheduled, num_shared) in enumerate(rows, 1):
+        balance += scheduled // size - num_shared
+        num_by_remainder[scheduled % size] += 1
+        whole, rest = divmod(remaining + ahead, size)
         # Each of them ends in a page begun, unless it is exactly full, and in one more if the rest overflows it.
-        begun = count - (num_by_remainder[0] if rest == 0 else 0)
-        additional = num_full + count * whole + begun - num_held - returned
+        additional = balance + count * whole + count
+        if not rest:
+            additional -= num_by_remainder[0]
         # At most all of them overflow; most moments are out of the question without counting how many do.
-        if rest and additional + count > peak:
+        elif additional + count > peak:
             additional += sum(num_by_remainder[size - rest + 1 :])
         if additional > peak:
             peak = additional

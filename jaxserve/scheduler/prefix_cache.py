@@ -37,11 +37,15 @@ def page_name(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class PrefixCache:
-    """An index of pages by name, and the order in which those without an owner are evicted."""
+    """An index of pages by name, and the order in which those without an owner are evicted.
+
+    Attributes:
+      name_of: of each page that has an entry; treat it as read-only.
+    """
 
     def __init__(self) -> None:
         self._page_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
+        self.name_of: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # without owner, let go longest ago first
 
     @property
@@ -51,9 +55,9 @@ class PrefixCache:
 
     def enter(self, name: bytes, page: int) -> None:
         """An owned page's content is written; ignored when the name, or the page, has an entry."""
-        if name not in self._page_of and page not in self._name_of:
+        if name not in self._page_of and page not in self.name_of:
             self._page_of[name] = page
-            self._name_of[page] = name
+            self.name_of[page] = name
 
     def find(self, names: Iterable[bytes]) -> list[int]:
         """Pages of the longest run of `names` that is there."""
@@ -65,12 +69,9 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def retire(self, page: int) -> bool:
-        """A page lost its last owner; True when it is kept."""
-        if page not in self._name_of:
-            return False
+    def retire(self, page: int) -> None:
+        """A page that has an entry lost its last owner; it is kept."""
         self._idle[page] = None
-        return True
 
     def revive(self, page: int) -> None:
         """An idle page has an owner again."""
@@ -79,7 +80,7 @@ class PrefixCache:
     def evict(self) -> int:
         """Takes the page that was let go longest ago."""
         page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._name_of.pop(page)]
+        del self._page_of[self.name_of.pop(page)]
         return page
 
     def is_idle(self, page: int) -> bool:
@@ -89,5 +90,5 @@ class PrefixCache:
     def clear(self) -> list[int]:
         """Forgets everything; returns the idle pages, which are free now."""
         pages = list(self._idle)
-        self._page_of, self._name_of, self._idle = {}, {}, OrderedDict()
+        self._page_of, self.name_of, self._idle = {}, {}, OrderedDict()
         return pages

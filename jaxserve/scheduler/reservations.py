@@ -87,6 +87,13 @@ class Reservation:
         sequence.num_promised_pages -= count
         self.num_promised -= count
 
+    def take_one_each(self, sequences: Items[Sequence]) -> None:
+        """`take` of one page for several sequences."""
+        for sequence in sequences:
+            assert sequence.num_promised_pages, f"{sequence.request_id} takes a page that was not promised"
+            sequence.num_promised_pages -= 1
+        self.num_promised -= len(sequences)
+
     def release(self, sequence: Sequence) -> None:
         """Takes every promise back."""
         self._promise(sequence, -sequence.num_promised_pages)
@@ -163,8 +170,9 @@ class Exact(Reservation):
         if self.num_promised + len(running) * self._pages_of(self._config.max_steps_ahead) <= left:
             self._promise(sequence, lacking)
             return True
-        in_step = [other for other in running if other.decode_ready and other is not victim]
-        left -= self.num_promised - sum(other.num_promised_pages for other in in_step)
+        # `decode_ready`, compared in place: a call per running sequence would show.
+        in_step = [s for s in running if s.num_scheduled >= s.num_prefill_tokens and s is not victim]
+        left -= self.num_promised - sum([other.num_promised_pages for other in in_step])
         if left < 0 or peak_of_additional_pages(in_step, frozenset(shared), self._pages, self._config) > left:
             return False
         self._promise(sequence, lacking)

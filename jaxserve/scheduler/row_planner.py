@@ -6,7 +6,7 @@ pages handed out, slots freed of those that need no more rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence as Items
 
 from jaxserve.scheduler.plan import DecodeRows, PageUpdate, Placement, PrefillChunk
 from jaxserve.scheduler.sequence import Sequence
@@ -28,24 +28,33 @@ class RowPlanner(SchedulerState):
         self._unplaced = {}
         return placements, pages
 
-    def _decode_rows(self, decoding: Collection[Sequence], pages: list[PageUpdate]) -> DecodeRows:
-        """A row for each. It goes by columns and without calls: what stands here runs once per slot and iteration."""
-        rows = DecodeRows(
-            tuple([sequence.request_id for sequence in decoding]),
-            tuple([sequence.slot for sequence in decoding]),
-            tuple([sequence.num_scheduled for sequence in decoding]),
-        )
-        page_size = self.config.page_size
-        for sequence, position in zip(decoding, rows.positions, strict=True):
+    def _decode_rows(self, pages: list[PageUpdate]) -> tuple[DecodeRows, list[int]]:
+        """A row for each sequence that decodes, and which of the rows, ascending, are the last of their sequences.
+
+        It goes by columns and without calls: what stands in the loop runs once per slot and iteration.
+        """
+        batch, page_size = self._decoding, self.config.page_size
+        positions: list[int] = []
+        full: list[Sequence] = []
+        ending: list[Sequence] = []
+        for sequence in batch.sequences:
+            position = sequence.num_scheduled
+            positions.append(position)
             sequence.num_in_flight += 1
             sequence.num_scheduled = num_scheduled = position + 1
             if not position % page_size:  # its pages are full
-                self._take_pages(sequence, 1, pages)
-            if num_scheduled >= sequence.num_kv_tokens:  # its last row: the slot is the next plan's to use
-                self._vacate(sequence)
+                full.append(sequence)
+            if num_scheduled >= sequence.num_kv_tokens:
+                ending.append(sequence)
+        if full:
+            self._take_page_each(full, pages)
         if self._order.counters is not None:
-            self._order.counters.charge_outputs(decoding)
-        return rows
+            self._order.counters.charge_outputs(batch.num_by_tenant)
+        rows = DecodeRows(tuple(batch.request_ids), tuple(batch.slots), tuple(positions))
+        last_rows = [batch.index(sequence) for sequence in ending]
+        for sequence in ending:  # its slot is the next plan's to use
+            self._vacate(sequence)
+        return rows, last_rows
 
     def _chunk(self, sequence: Sequence, size: int, pages: list[PageUpdate], now: float) -> PrefillChunk:
         """Its next `size` prompt tokens."""
@@ -68,6 +77,9 @@ class RowPlanner(SchedulerState):
             self._order.counters.charge_chunk(sequence.request.tenant, size, chunk.emits)
         if sequence.fully_scheduled:
             self._vacate(sequence)
+        elif sequence.decode_ready:
+            del self._prefilling[sequence.slot]
+            self._decoding.join(sequence)
         return chunk
 
     def _take_pages(self, sequence: Sequence, count: int, pages: list[PageUpdate]) -> None:
@@ -76,3 +88,10 @@ class RowPlanner(SchedulerState):
         new = self._pages.allocate(count)
         pages.append(PageUpdate(sequence.slot, len(sequence.pages), tuple(new)))
         sequence.pages += new
+
+    def _take_page_each(self, sequences: Items[Sequence], pages: list[PageUpdate]) -> None:
+        """`_take_pages` of one page for several sequences."""
+        self._reservation.take_one_each(sequences)
+        for sequence, page in zip(sequences, self._pages.allocate(len(sequences)), strict=True):
+            pages.append(PageUpdate(sequence.slot, len(sequence.pages), (page,)))
+            sequence.pages.append(page)

@@ -68,8 +68,7 @@ What may never happen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as Items
+from collections.abc import Callable
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
@@ -77,13 +76,14 @@ from jaxserve.core import FinishReason, Rejection, Request
 from jaxserve.scheduler.admission import Gate, queue_full
 from jaxserve.scheduler.plan import StepPlan, StepResult, TokenEvent
 from jaxserve.scheduler.prompt_choice import PromptChoice
-from jaxserve.scheduler.row_planner import RowPlanner
+from jaxserve.scheduler.row_lander import RowLander
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight
+from jaxserve.scheduler.token_events import TokenEvents
 from jaxserve.scheduler.trace import TraceRecorder
 
 
-class Scheduler(RowPlanner):
+class Scheduler(RowLander):
     """Plans iterations for one engine.
 
     Args:
@@ -94,11 +94,11 @@ class Scheduler(RowPlanner):
 
     def __init__(self, config: SchedulerConfig, trace: Callable[[dict[str, Any]], None] | None = None) -> None:
         super().__init__(config)
-        self._events: list[TokenEvent] = []
         self._gate = Gate(config, self._reservation, self._departures, self._step_time)
         self._prompts = PromptChoice(config, self._step_time, self._num_slots_held)
         self._updated_at = -math.inf
-        self._trace = TraceRecorder(self, trace) if trace else None
+        if trace:
+            self._trace = TraceRecorder(self, trace)
 
     # Arrivals and aborts
 
@@ -185,17 +185,14 @@ class Scheduler(RowPlanner):
         if not self._running:
             return StepPlan(self._num_plans)
         placements, pages = self._new_placements()
-        running: Collection[Sequence] = self._running.values()
-        if starved:
-            running = [sequence for sequence in running if sequence not in starved]
-        # `decode_ready`, compared in place: a call per slot and iteration would show.
-        decoding = [sequence for sequence in running if sequence.num_scheduled >= sequence.num_prefill_tokens]
-        chosen: list[tuple[Sequence, int]] = []
-        if len(decoding) < len(running):
-            prompts = [sequence for sequence in running if sequence.num_scheduled < sequence.num_prefill_tokens]
-            chosen = self._prompts.choose(prompts, len(decoding))
-        rows = self._decode_rows(decoding, pages)
+        for sequence in starved:
+            self._decoding.leave(sequence)
+        decoding = self._decoding.sequences.copy()
+        chosen = self._prompts.choose(self._prefilling.values(), len(decoding)) if self._prefilling else []
+        rows, last_rows = self._decode_rows(pages)
         chunks = [self._chunk(sequence, size, pages, now) for sequence, size in chosen]
+        for sequence in starved:
+            self._decoding.join(sequence)
         plan = StepPlan(
             iteration=self._num_plans,
             decode=rows,
@@ -206,13 +203,13 @@ class Scheduler(RowPlanner):
             swaps=tuple(self._swaps),
         )
         if not plan.empty:
-            self._in_flight.append(Flight(plan, now, decoding, [sequence for sequence, _ in chosen]))
+            self._in_flight.append(Flight(plan, now, decoding, [sequence for sequence, _ in chosen], last_rows))
             self._preempted = []
             self._swaps = []
             self._num_plans += 1
         return plan
 
-    def update(self, plan: StepPlan, result: StepResult, now: float, bucket: Any = None) -> list[TokenEvent]:
+    def update(self, plan: StepPlan, result: StepResult, now: float, bucket: Any = None) -> TokenEvents:
         """Takes in what the device answered to the oldest plan in flight.
 
         Args:
@@ -233,11 +230,8 @@ class Scheduler(RowPlanner):
         self._updated_at = now
         if self.config.enable_prefix_caching:
             self._remember_written(flight)
-        prefill_tokens = zip(plan.prefill, result.prefill_tokens, strict=True)
-        emitted = [token if chunk.emits else None for chunk, token in prefill_tokens]
-        events: list[TokenEvent] = []
-        self._land("decode", flight.decode, result.decode_tokens, now, events)
-        self._land("prefill", flight.prefill, emitted, now, events)
+        events = self._land_decode(flight, result.decode_tokens, now)
+        events.prefill = self._land_prefill(flight, result.prefill_tokens, now)
         if self._trace:
             self._trace.iteration(plan, flight.now, bucket)
         return events
@@ -313,14 +307,15 @@ class Scheduler(RowPlanner):
         """Finds a page for every decode row that needs a new one, at other requests' expense if it must.
 
         Returns:
-          Those that go without a row in this iteration: the pages they are to get are not back yet.
+          Those that keep their slots and go without a row in this iteration: the pages they are to get are not
+          back yet.
         """
         starved: list[Sequence] = []
         self._returning = [sequence for sequence in self._returning if sequence.num_in_flight]
-        for sequence in list(self._running.values()):
-            has_room = len(sequence.pages) * self.config.page_size > sequence.num_scheduled
+        page_size = self.config.page_size
+        for sequence in [sequence for sequence in self._decoding.sequences if not sequence.num_scheduled % page_size]:
             # A slot may have been lost to an earlier one's need.
-            if sequence.slot == NO_SLOT or not sequence.decode_ready or has_room or sequence.num_promised_pages:
+            if sequence.slot == NO_SLOT or sequence.num_promised_pages:
                 continue
             while not self._reservation.grow(sequence):
                 victim = None if self._returning else self._victims.for_pages(self._running.values())
@@ -328,69 +323,12 @@ class Scheduler(RowPlanner):
                     self._preempt(victim)
                     if victim.num_in_flight and victim.pages:
                         self._returning.append(victim)
-                if victim is None or victim is sequence:
+                if victim is None:
                     starved.append(sequence)
+                if victim is None or victim is sequence:
                     break
         return starved
-
-    # Ending
 
     def _expire(self, now: float) -> None:
         while (front := self._deadlines.front()) and front[0][0] <= now:
             self._end_early(front[1], FinishReason.EXPIRED, now)
-
-    def _land(
-        self, source: str, sequences: Items[Sequence], tokens: Items[int | None], now: float, events: list[TokenEvent]
-    ) -> None:
-        """Rows of a step came back.
-
-        Args:
-          source: "decode" or "prefill".
-          sequences: one per row.
-          tokens: likewise; None for a chunk that emits nothing.
-          events: gets a row's token, its end, or both in one.
-        """
-        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            sequence.num_in_flight -= 1
-            if sequence.finish_reason is not None:
-                self._release_pages(sequence)
-                continue
-            if sequence.restarted:
-                self._release_pages(sequence)
-            reason: FinishReason | None = None
-            stop_token_id: int | None = None
-            if token is not None:
-                outputs = sequence.output_token_ids
-                outputs.append(token)
-                if token in sequence.stop_ids and len(outputs) > sequence.request.params.min_tokens:
-                    reason, stop_token_id = FinishReason.STOP, token
-                elif len(outputs) == sequence.max_tokens:
-                    reason = FinishReason.LENGTH
-            elif sequence.fully_scheduled and not sequence.num_in_flight and not sequence.restarted:
-                reason = FinishReason.LENGTH  # max_tokens is 0: the prompt's scores were all it asked for
-            if reason is not None:
-                self._end(sequence, reason, now)
-            elif token is None:
-                continue
-            events.append(TokenEvent(sequence.request_id, token, source, row, reason, stop_token_id))
-
-    def _end_early(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        self._end(sequence, reason, now, early=True)
-        self._events.append(TokenEvent(sequence.request_id, None, finish_reason=reason))
-
-    def _end(self, sequence: Sequence, reason: FinishReason, now: float, *, early: bool = False) -> None:
-        """The one way out of being live, from any state."""
-        sequence.finish_reason = reason
-        del self._live[sequence.request_id]
-        self._deadlines.remove(sequence)
-        if not self._waiting.remove(sequence) and sequence.slot != NO_SLOT:
-            self._vacate(sequence)
-        self._release_pages(sequence)
-        self._free_host_pages(sequence)
-        self._leave(sequence)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._lengths.observe(len(sequence.output_token_ids))
-        self.counters.count_end(reason)
-        self._departures.observe(now, sequence.max_total_tokens)
-        if self._trace:
-            self._trace.ended(sequence, now, early=early)

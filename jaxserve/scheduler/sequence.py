@@ -22,6 +22,7 @@ class Sequence:
       arrival: number of the arrival, from 0; breaks every tie.
       arrived_at: instant of `Scheduler.add`.
       slot: row of the decode table, or NO_SLOT.
+      turn: number of the promotion that gave it its last slot; orders those that hold one.
       num_scheduled: tokens whose K/V is written or will be by a step in flight; K/V of tokens
         [0, num_scheduled) is valid for the next plan.
       output_token_ids: tokens the host has seen; trails by the steps in flight.
@@ -44,6 +45,7 @@ class Sequence:
     arrival: int
     arrived_at: float
     slot: int = NO_SLOT
+    turn: int = -1
     num_scheduled: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)

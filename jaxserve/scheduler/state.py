@@ -13,6 +13,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler import invariants
 from jaxserve.scheduler.batching import Batching
 from jaxserve.scheduler.counters import Counters, DepartureRate
+from jaxserve.scheduler.decode_batch import DecodeBatch
 from jaxserve.scheduler.host_pages import HostPages
 from jaxserve.scheduler.length_estimator import LengthEstimator
 from jaxserve.scheduler.orders import ORDERS
@@ -31,12 +32,16 @@ from jaxserve.scheduler.waiting_queue import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A plan not yet updated, and the sequences of its rows: an id may be reused meanwhile, these not."""
+    """A plan not yet updated, and the sequences of its rows: an id may be reused meanwhile, these not.
+
+    `last_rows` are the decode rows, ascending, that were the last ones of their sequences.
+    """
 
     plan: StepPlan
     now: float
     decode: list[Sequence]
     prefill: list[Sequence]
+    last_rows: list[int]
 
 
 class SchedulerState:
@@ -69,12 +74,15 @@ class SchedulerState:
         self._departures = DepartureRate()
         self._live: dict[str, Sequence] = {}
         self._running: dict[int, Sequence] = {}  # by slot, in promotion order
+        self._decoding = DecodeBatch()  # those of them that are decode-ready
+        self._prefilling: dict[int, Sequence] = {}  # the others, by slot, in promotion order
         self._unplaced: dict[int, Sequence] = {}  # by slot: took it since the last plan
         self._preempted: list[str] = []  # since the last plan
         self._swaps: list[PageSwap] = []  # likewise
         self._in_flight: deque[Flight] = deque()
         self._num_arrivals = 0
         self._num_plans = 0
+        self._num_promotions = 0
 
     # What can be read
 
@@ -209,13 +217,13 @@ class SchedulerState:
 
     def _remember_written(self, flight: Flight) -> None:
         """A step came back: what it wrote can be shared from now on."""
-        plan = flight.plan
-        written = [position + 1 for position in plan.decode.positions] + [chunk.end for chunk in plan.prefill]
-        for sequence, num_written in zip((*flight.decode, *flight.prefill), written, strict=True):
-            # The first test decides for nearly every row: a page is full once in many tokens.
-            if num_written // self.config.page_size > sequence.num_named_pages and not (
-                sequence.finish_reason is not None or sequence.restarted or sequence.host_pages
-            ):
+        size = self.config.page_size
+        rows = zip(flight.decode, flight.plan.decode.positions, strict=True)
+        # A decode row can fill a page only by the page's last token.
+        written = [(sequence, position + 1) for sequence, position in rows if not (position + 1) % size]
+        written += [(sequence, chunk.end) for sequence, chunk in zip(flight.prefill, flight.plan.prefill, strict=True)]
+        for sequence, num_written in written:
+            if sequence.finish_reason is None and not sequence.restarted and not sequence.host_pages:
                 self._remember_pages(sequence, num_written)
 
     def _enter(self, sequence: Sequence) -> None:
@@ -240,11 +248,19 @@ class SchedulerState:
             self._num_slots_held[sequence.request.service_class] += 1
         if self._order.counters is not None:
             self._order.counters.serve(sequence.request.tenant)
+        sequence.turn = self._num_promotions
+        self._num_promotions += 1
+        if sequence.decode_ready:
+            self._decoding.join(sequence)
+        else:
+            self._prefilling[sequence.slot] = sequence
 
     def _vacate(self, sequence: Sequence) -> None:
         """Frees the slot of a sequence that holds one."""
         del self._running[sequence.slot]
         self._unplaced.pop(sequence.slot, None)
+        if self._prefilling.pop(sequence.slot, None) is None:
+            self._decoding.leave(sequence)
         self._slots.give(sequence.slot)
         sequence.slot = NO_SLOT
         if sequence.request.service_class in self._num_slots_held:

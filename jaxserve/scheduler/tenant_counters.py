@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from jaxserve.scheduler.sequence import Sequence
+from collections.abc import Mapping
 
 
 class TenantCounters:
@@ -55,11 +53,15 @@ class TenantCounters:
         """A request of the tenant was promoted: it had least service of those that wait."""
         self.floor = max(self.floor, self[tenant])
 
-    def charge_outputs(self, sequences: Iterable[Sequence]) -> None:
-        """A decode row of each live sequence is in a plan."""
-        service = self._service
-        for sequence in sequences:
-            service[sequence.request.tenant] += self._output_weight
+    def charge_outputs(self, num_by_tenant: Mapping[str, int]) -> None:
+        """So many decode rows of live requests of each tenant are in a plan."""
+        weight = self._output_weight
+        for tenant, count in num_by_tenant.items():
+            service = self._service[tenant]
+            # Added one by one, so that the sum does not depend on how many are charged at once.
+            for _ in range(count):
+                service += weight
+            self._service[tenant] = service
 
     def charge_chunk(self, tenant: str, num_tokens: int, emits: bool) -> None:
         """A chunk of `num_tokens` of a live request is in a plan; `emits`: it samples a token too."""

@@ -197,7 +197,7 @@ class TraceRecorder:
         """Pages that the requests of `plan` filled, with those of the requests that ended in it."""
         if self._ordinals is None:
             return {}
-        ids = [row.request_id for row in plan.decode] + [chunk.request_id for chunk in plan.prefill]
+        ids = [*plan.decode.request_ids, *(chunk.request_id for chunk in plan.prefill)]
         for request_id in ids:
             sequence = self._scheduler._live.get(request_id)
             if sequence and (numbers := self._ordinals.new_of(sequence)):

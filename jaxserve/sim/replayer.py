@@ -193,7 +193,9 @@ class Replayer:
             self._plan(self._latest)
         plan = self.landed = self._in_flight.popleft()
         ending = frozenset(record.completed_in_update)
-        ends = [(row.request_id, row.position + 1) for row in plan.decode]
+        ends = [
+            (name, position + 1) for name, position in zip(plan.decode.request_ids, plan.decode.positions, strict=True)
+        ]
         ends += [(chunk.request_id, chunk.start + len(chunk.token_ids)) for chunk in plan.prefill]
         tokens = [STOP if name in ending else self._tokens.at(name, index) for name, index in ends]
         result = StepResult(tuple(tokens[: len(plan.decode)]), tuple(tokens[len(plan.decode) :]))

@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason
-from jaxserve.scheduler import Scheduler, StepPlan, StepResult, TokenEvent
+from jaxserve.scheduler import Scheduler, StepPlan, StepResult, TokenEvent, TokenEvents
 from jaxserve.sim.cost_model import CostModel, features_of
 from jaxserve.sim.request_log import COMPLETED, LiveRequest, RequestLog
 from jaxserve.sim.source import OTHER_ID, STOP_ID, Source
@@ -129,7 +129,7 @@ class Simulator:
     def _advance(self) -> bool:
         """One turn of the engine's loop; False when nothing is left to do."""
         plan = self.scheduler.schedule(self._now)
-        self._take(self.scheduler.take_events())
+        self._end(self.scheduler.take_events())
         if not plan.empty:
             self._dispatch(plan)
         elif not self._flights:
@@ -206,7 +206,7 @@ class Simulator:
         result = StepResult(
             self._sample(plan.decode.request_ids), self._sample([chunk.request_id for chunk in plan.prefill])
         )
-        self._take(self.scheduler.update(plan, result, self._now))
+        self._take_step(self.scheduler.update(plan, result, self._now))
 
     def _sample(self, request_ids: Iterable[str]) -> tuple[int, ...]:
         """The next token of each: the stop id where the output ends with it."""
@@ -225,25 +225,30 @@ class Simulator:
             self._now = max(self._now, at)
             live = self._result.log.arrived(arrival)
             rejection = self.scheduler.add(arrival.request, self._now)
-            self._take(self.scheduler.take_events())  # it may have displaced another
+            self._end(self.scheduler.take_events())  # it may have displaced another
             if rejection is None:
                 self._live[arrival.request.request_id] = live
             else:
                 self._result.log.refused(live, rejection.reason, self._now)
                 self._source.ended(self._now, rejection.retry_after_s)
 
-    def _take(self, events: list[TokenEvent]) -> None:
+    def _take_step(self, events: TokenEvents) -> None:
+        """Tokens by column, then the ends."""
         log, now, live_of = self._result.log, self._now, self._live
-        for event in events:
-            live = live_of[event.request_id]
+        for request_id in events.request_ids:
+            log.token(live_of[request_id], now)
+        for event in events.prefill:
             if event.token_id is not None:
-                log.token(live, now)
-            if event.finish_reason is not None:
-                del self._live[event.request_id]
-                self._just_ended[event.request_id] = live
-                self._end(live, FinishReason(event.finish_reason))
+                log.token(live_of[event.request_id], now)
+        self._end(events.ended)
 
-    def _end(self, live: LiveRequest, reason: FinishReason) -> None:
+    def _end(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            assert event.finish_reason is not None, f"{event.request_id} has not ended"
+            live = self._just_ended[event.request_id] = self._live.pop(event.request_id)
+            self._log_end(live, FinishReason(event.finish_reason))
+
+    def _log_end(self, live: LiveRequest, reason: FinishReason) -> None:
         if reason is FinishReason.DISPLACED:
             self._result.log.refused(live, str(reason), self._now)
         else:

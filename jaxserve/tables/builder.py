@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,9 @@ from jaxserve.tables.layout import (
     SAMPLING_INTS,
     TableLayout,
 )
+
+_HOLD_STOPS = np.int32(FLAG_HOLD_STOPS)
+_sampling_floats = attrgetter(*SAMPLING_FLOATS[1:])  # without the temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +122,11 @@ class TableBuilder:
             decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size)
         )
         tables = self.empty(bucket)
-        fields = self.layout(bucket).unpack(tables.ints, tables.floats)
+        layout = self.layout(bucket)
+        fields = layout.unpack_rows(tables.ints)
         self._fill_decode(plan.decode.slots, positions, fields)
         self._fill_prefill(plan.prefill, fields, bucket)
-        self._fill_samples(tables, fields)
+        self._fill_samples(*layout.sampling(tables.ints, tables.floats), fields)
         self._silence_prompts(plan.prefill, fields, bucket)
         return tables
 
@@ -145,7 +150,7 @@ class TableBuilder:
         seed = request.seed & (2**64 - 1)
         self._ints[:, slot] = np.array((top_k, seed >> 32, seed & 0xFFFFFFFF), np.uint32).view(np.int32)
         temperature = 0.0 if params.greedy else params.temperature
-        self._floats[:, slot] = (temperature, *(getattr(params, name) for name in SAMPLING_FLOATS[1:]))
+        self._floats[:, slot] = (temperature, *_sampling_floats(params))
         self._flags[slot] = (
             FLAG_LIVE
             | (FLAG_LOGPROBS if params.logprobs is not None else 0)
@@ -163,7 +168,7 @@ class TableBuilder:
         fields["decode_position"][:count] = positions
         fields["decode_slot"][:count] = fields["slot"][:count] = slots
         fields["sample_position"][:count] = positions + 1
-        pages[:count] = self._pages[slots, : pages.shape[1]]
+        self._pages[:, : pages.shape[1]].take(slots, axis=0, out=pages[:count], mode="clip")
 
     def _fill_prefill(
         self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket
@@ -171,7 +176,7 @@ class TableBuilder:
         first = 0
         for index, chunk in enumerate(chunks):
             row, last = bucket.decode_rows + index, first + len(chunk.token_ids)
-            fields["prefill_tokens"][first:last] = chunk.token_ids
+            fields["prefill_tokens"][first:last] = np.fromiter(chunk.token_ids, np.int32, last - first)
             fields["prefill_position"][first:last] = np.arange(chunk.start, chunk.end)
             fields["prefill_row"][first:last] = index
             fields["prefill_starts"][index + 1 :] = last
@@ -180,15 +185,20 @@ class TableBuilder:
             fields["slot"][row] = chunk.slot
             first = last
 
-    def _fill_samples(self, tables: StepTables, fields: dict[str, NDArray[np.int32]]) -> None:
-        """What depends on the slot alone, for decode and prefill rows at once; padding is the scratch slot's."""
+    def _fill_samples(
+        self, ints: NDArray[np.int32], floats: NDArray[np.float32], fields: dict[str, NDArray[np.int32]]
+    ) -> None:
+        """What depends on the slot alone, for decode and prefill rows at once; padding is the scratch slot's.
+
+        Args:
+          ints, floats: sampling fields, see `TableLayout.sampling`.
+        """
         slots = fields["slot"]
-        ints, floats = self.layout(tables.bucket).sampling(tables.ints, tables.floats)
         # Every slot is in range; with any other mode `take` would fill a buffer and copy it to `out`.
         self._ints.take(slots, axis=1, out=ints, mode="clip")
         self._floats.take(slots, axis=1, out=floats, mode="clip")
-        held = fields["sample_position"] < self._stops_held_below[slots]
-        np.bitwise_or(self._flags[slots], held * np.int32(FLAG_HOLD_STOPS), out=fields["flags"])
+        held = fields["sample_position"] < self._stops_held_below.take(slots, mode="clip")
+        np.bitwise_or(self._flags.take(slots, mode="clip"), held * _HOLD_STOPS, out=fields["flags"])
 
     def _silence_prompts(
         self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket

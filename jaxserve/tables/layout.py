@@ -105,11 +105,11 @@ class TableLayout:
 
     def unpack(self, ints: Any, floats: Any) -> dict[str, Any]:
         """Fields as views (numpy) or static slices (jax) of the two blobs."""
-        fields = {}
-        for blob, places in ((ints, self._int_slices), (floats, self._float_slices)):
-            for name, place, shape in places:
-                fields[name] = blob[place] if len(shape) == 1 else blob[place].reshape(shape)
-        return fields
+        return _fields(ints, self._int_slices) | _fields(floats, self._float_slices)
+
+    def unpack_rows(self, ints: Any) -> dict[str, Any]:
+        """Fields of the int32 blob that differ by row; those of prefill only where the bucket has any."""
+        return _fields(ints, self._row_slices)
 
     def sampling(self, ints: Any, floats: Any) -> tuple[Any, Any]:
         """`SAMPLING_INTS` and `SAMPLING_FLOATS` as two views [fields, N], to be filled in one assignment each."""
@@ -122,8 +122,20 @@ class TableLayout:
         return _slices(self.int_fields)
 
     @cached_property
+    def _row_slices(self) -> list[tuple[str, slice, tuple[int, ...]]]:
+        return [
+            place
+            for place in self._int_slices
+            if place[0] not in SAMPLING_INTS and (self.bucket.prefill_rows or not place[0].startswith("prefill"))
+        ]
+
+    @cached_property
     def _float_slices(self) -> list[tuple[str, slice, tuple[int, ...]]]:
         return _slices(self.float_fields)
+
+
+def _fields(blob: Any, places: list[tuple[str, slice, tuple[int, ...]]]) -> dict[str, Any]:
+    return {name: blob[place] if len(shape) == 1 else blob[place].reshape(shape) for name, place, shape in places}
 
 
 def _place(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -1,0 +1,115 @@
+"""RowLander: what the return of a step means for its requests: tokens, ends, pages to give back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from jaxserve.config import SchedulerConfig
+from jaxserve.core import FinishReason
+from jaxserve.scheduler.plan import TokenEvent
+from jaxserve.scheduler.row_planner import RowPlanner
+from jaxserve.scheduler.sequence import NO_SLOT, Sequence
+from jaxserve.scheduler.state import Flight
+from jaxserve.scheduler.token_events import TokenEvents
+from jaxserve.scheduler.trace import TraceRecorder
+
+
+class RowLander(RowPlanner):
+    """Takes in the rows of steps that came back, and ends requests."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._events: list[TokenEvent] = []  # of ends outside `update`
+        self._trace: TraceRecorder | None = None
+
+    def _land_decode(self, flight: Flight, tokens: Items[int], now: float) -> TokenEvents:
+        """Decode rows came back, each with a token. Gives their events, and leaves those of chunks to be set.
+
+        Nearly every row brings a token and nothing else. The loop over all goes without calls and sets aside those
+        for which there may be more to do.
+        """
+        others: list[Sequence] = []
+        for sequence, token in zip(flight.decode, tokens, strict=True):
+            sequence.num_in_flight -= 1
+            if sequence.finish_reason is not None:
+                others.append(sequence)
+            else:
+                sequence.output_token_ids.append(token)
+                if token in sequence.stop_ids or sequence.restarted:
+                    others.append(sequence)
+        ends: dict[int, TokenEvent] = {}
+        dropped: list[int] = []
+        for row in dict.fromkeys(sorted(flight.last_rows + [flight.decode.index(other) for other in others])):
+            event = self._settle(flight.decode[row], tokens[row], "decode", row, now)
+            if event is None:
+                dropped.append(row)
+            elif event.finish_reason is not None:
+                ends[row] = event
+        request_ids = flight.plan.decode.request_ids
+        if not dropped:
+            return TokenEvents(request_ids, tokens, range(len(tokens)), ends)
+        rows = [row for row in range(len(tokens)) if row not in dropped]
+        return TokenEvents([request_ids[row] for row in rows], [tokens[row] for row in rows], rows, ends)
+
+    def _land_prefill(self, flight: Flight, tokens: Items[int], now: float) -> list[TokenEvent]:
+        """Chunks came back, each with a token that counts if the chunk emits. Gives their events."""
+        events = []
+        rows = zip(flight.plan.prefill, flight.prefill, tokens, strict=True)
+        for row, (chunk, sequence, sampled) in enumerate(rows):
+            token = sampled if chunk.emits else None
+            sequence.num_in_flight -= 1
+            if token is not None and sequence.finish_reason is None:
+                sequence.output_token_ids.append(token)
+            event = self._settle(sequence, token, "prefill", row, now)
+            if event is not None:
+                events.append(event)
+        return events
+
+    def _settle(self, sequence: Sequence, token: int | None, source: str, row: int, now: float) -> TokenEvent | None:
+        """Ends a sequence that a row has brought to its end, and gives back the pages of one that lost them.
+
+        Args:
+          token: what the row sampled, already among the outputs; None for a chunk that emits nothing.
+          source: "decode" or "prefill".
+
+        Returns:
+          The row's token, its end, or both in one; None when it brought neither to a live request.
+        """
+        if sequence.finish_reason is not None or sequence.restarted:
+            self._release_pages(sequence)
+        if sequence.finish_reason is not None:
+            return None
+        reason: FinishReason | None = None
+        stop_token_id: int | None = None
+        if token is None:
+            if not sequence.fully_scheduled or sequence.num_in_flight or sequence.restarted:
+                return None
+            reason = FinishReason.LENGTH  # max_tokens is 0: the prompt's scores were all it asked for
+        elif token in sequence.stop_ids and len(sequence.output_token_ids) > sequence.request.params.min_tokens:
+            reason, stop_token_id = FinishReason.STOP, token
+        elif len(sequence.output_token_ids) == sequence.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(sequence, reason, now)
+        return TokenEvent(sequence.request_id, token, source, row, reason, stop_token_id)
+
+    def _end_early(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        self._end(sequence, reason, now, early=True)
+        self._events.append(TokenEvent(sequence.request_id, None, finish_reason=reason))
+
+    def _end(self, sequence: Sequence, reason: FinishReason, now: float, *, early: bool = False) -> None:
+        """The one way out of being live, from any state."""
+        sequence.finish_reason = reason
+        del self._live[sequence.request_id]
+        self._deadlines.remove(sequence)
+        if not self._waiting.remove(sequence) and sequence.slot != NO_SLOT:
+            self._vacate(sequence)
+        self._release_pages(sequence)
+        self._free_host_pages(sequence)
+        self._leave(sequence)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._lengths.observe(len(sequence.output_token_ids))
+        self.counters.count_end(reason)
+        self._departures.observe(now, sequence.max_total_tokens)
+        if self._trace:
+            self._trace.ended(sequence, now, early=early)
