@@ -5,8 +5,8 @@ engine may have been idle in between.
 
 The fit has two steps. The first minimises the sum of absolute residuals with coefficients of at least 0: each
 iteration counts the same, and a few slow ones move nothing. What it predicts is a median, and durations are skewed:
-an iteration may be delayed, never hastened. So the sum of its predictions is too small, and a simulation near
-saturation would see a shorter queue. The second step multiplies all coefficients by one factor, so that the
+an iteration may be delayed, never hastened. So the sum of its predictions tends to be too small, and a simulation
+near saturation to see a shorter queue. The second step multiplies all coefficients by one factor, so that the
 predictions add up to what was measured, over the iterations that are not slow: slow is one that took more than
 `SLOW` times what the first step predicts.
 """
