@@ -179,6 +179,13 @@ class Scheduler(RowPlanner):
             f"{len(self._in_flight)} plans are in flight; the limit is {self.config.max_steps_ahead} (max_steps_ahead)"
         )
         self._expire(now)
+        num_preempted = len(self._preempted)
+        plan = self._plan(now)
+        if self._trace and plan.empty and len(self._preempted) > num_preempted:
+            self._trace.starved(now)
+        return plan
+
+    def _plan(self, now: float) -> StepPlan:
         starved = self._secure_pages() if self._reservation.grows else ()
         # What a preemption gave back is for those that run.
         if not self._preempted or not self._running:

@@ -23,11 +23,12 @@ Between iterations events may pile up: on an idle engine, or one that refuses ma
 them, and at a flush, comes a record of `kind` "events": `events`, `in_flight` and the lists of ids that
 ended or were rejected since the record before, and nothing of a plan. An iteration's record has no `kind`.
 
-An event has `kind` ("add", "abort", "expire", "reset_prefix_cache"), `id` (empty for a reset), `now` and
-`step`, the pair (plans made, plans updated) when it came: with steps in flight this places it exactly. An
-"add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`, `deadline_at` and
-`outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one with reason "displaced"
-is the work of the "add" that follows it, not a call of its own.
+An event has `kind` ("add", "abort", "expire", "starve", "reset_prefix_cache"), `id` (empty where it is of no
+one request), `now` and `step`, the pair (plans made, plans updated) when it came: with steps in flight this
+places it exactly. An "add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`,
+`deadline_at` and `outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one with reason
+"displaced" is the work of the "add" that follows it, not a call of its own. A "starve" is a call of `schedule`
+that took slots for want of pages and made no plan, as all that kept a slot lacked a page too.
 
 With a prefix cache three keys more say which pages are alike, by numbers (`page_ordinals`): `pages` of an
 "add", the numbers of its prompt's full pages; `named` of an iteration, [id, numbers] pairs, and of an event
@@ -38,8 +39,9 @@ Calls in their order
 --------------------
 Plan k was made at its record's `now`, which `in_flight` of records before may already tell; it was made
 before whatever has a `step` of more than k plans, and before the update whose record counts it in flight.
-An "expire" happened when `schedule` began, whether or not that call made a plan. A call without a plan and
-without expiries changed nothing, unless it took slots from requests that lack pages (`preempted_next`).
+An "expire" happened when `schedule` began, whether or not that call made a plan. A "starve" is such a call
+itself; expiries right before it may be of the same call. Any other call without a plan and without expiries
+changed nothing.
 In an iteration's `completed` the ids aborted with reason "stop" come first, in the order of their events;
 the others ended in the update itself.
 """
@@ -63,7 +65,7 @@ from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 if TYPE_CHECKING:
     from jaxserve.scheduler.scheduler import Scheduler
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_EVENTS = 256
 """Most events kept until the next record."""
 
@@ -104,7 +106,7 @@ class TraceRecorder:
         sharing = {}
         if self._ordinals and rejection is None:
             scores = request.params.prompt_logprobs is not None
-            sharing = {"scores": scores, "pages": self._ordinals.of_prompt(sequence)}
+            sharing = {"scores": scores, "pages": self._ordinals.new_of(sequence)}
         self._event(
             "add",
             request.request_id,
@@ -122,6 +124,10 @@ class TraceRecorder:
     def cache_reset(self, now: float) -> None:
         """The prefix cache was emptied."""
         self._event("reset_prefix_cache", "", now)
+
+    def starved(self, now: float) -> None:
+        """A call of `schedule` took slots and made no plan."""
+        self._event("starve", "", now)
 
     def ended(self, sequence: Sequence, now: float, *, early: bool) -> None:
         """A live request ended; `early`: by its deadline or by a call of `abort`, not by a token."""

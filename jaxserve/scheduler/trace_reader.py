@@ -76,6 +76,11 @@ class ExpireEvent(TraceEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class StarveEvent(TraceEvent):
+    """A call of `schedule` took slots for want of pages and made no plan; it has no request."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResetEvent(TraceEvent):
     """The prefix cache was emptied; it has no request."""
 
@@ -267,6 +272,8 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
             return AbortEvent(*place, FinishReason(event.data["reason"]))
         case "expire":
             return ExpireEvent(*place)
+        case "starve":
+            return StarveEvent(*place)
         case "reset_prefix_cache":
             return ResetEvent(*place)
-    event.wrong("kind", "add, abort, expire or reset_prefix_cache")
+    event.wrong("kind", "add, abort, expire, starve or reset_prefix_cache")

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.config.policy_config import GROWING_RESERVATIONS
 from jaxserve.core import FinishReason, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult
 from jaxserve.scheduler.trace_reader import (
@@ -29,6 +28,7 @@ from jaxserve.scheduler.trace_reader import (
     ExpireEvent,
     IterationRecord,
     ResetEvent,
+    StarveEvent,
     TraceEvent,
     TraceReader,
 )
@@ -125,12 +125,11 @@ class Replayer:
         self, config: SchedulerConfig, tokens: DummyTokens, sink: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
         self._tokens = tokens
-        self._pages_may_lack = config.reservation in GROWING_RESERVATIONS
-        self._latest = float("-inf")  # instant of a call so far
         self._scheduler = Scheduler(config, trace=self._take)
         self._sink = sink
         self._replayed: deque[dict[str, Any]] = deque()  # records not compared yet
         self._expired: deque[str] = deque()  # by calls made, not seen among the events yet
+        self._num_starved = 0  # calls made that took slots and gave no plan, not seen among the events yet
         self._in_flight: deque[StepPlan] = deque()
         self._num_updated = 0
         self.landed = StepPlan(0)
@@ -162,15 +161,15 @@ class Replayer:
         return all(self._plan(instants[number - self._num_updated]) for number in range(self.num_plans, count))
 
     def _plan(self, now: float) -> bool:
-        self._latest = max(self._latest, now)
+        preemptions = self._scheduler.counters.preemptions
         plan = self._scheduler.schedule(now)
+        self._num_starved += plan.empty and self._scheduler.counters.preemptions > preemptions
         self._expired += [event.request_id for event in self._scheduler.take_events()]
         if not plan.empty:
             self._in_flight.append(plan)
         return not plan.empty
 
     def _repeat(self, event: TraceEvent) -> None:
-        self._latest = max(self._latest, event.now)
         match event:
             case AddEvent():
                 self._scheduler.add(_request(event, self._tokens), event.now)
@@ -186,11 +185,12 @@ class Replayer:
                     self._plan(event.now)
                 if self._expired:
                     self._expired.popleft()
+            case StarveEvent():
+                if not self._num_starved:
+                    self._plan(event.now)
+                self._num_starved = max(self._num_starved - 1, 0)
 
     def _update(self, record: IterationRecord) -> None:
-        if self._pages_may_lack and list(record.preempted_next) != self._scheduler._preempted:
-            # A call without a plan took slots away: all that ran lacked a page. No deadline passed in it.
-            self._plan(self._latest)
         plan = self.landed = self._in_flight.popleft()
         ending = frozenset(record.completed_in_update)
         ends = [(row.request_id, row.position + 1) for row in plan.decode]

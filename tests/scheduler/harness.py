@@ -157,6 +157,14 @@ class Harness:
 
         With nothing to plan the oldest plan in flight is taken in.
         """
+        plan = self.plan()
+        self._land_until(self._lag if not plan.empty else max(len(self._in_flight) - 1, 0))
+        self.now += 1.0
+        return plan
+
+    def plan(self) -> StepPlan:
+        """Plans an iteration and takes in no result but those it must have; time stands still."""
+        self._land_until(self._lag)
         plan = self.scheduler.schedule(self.now)
         self._take(self.scheduler.take_events())
         self._check_plan(plan)
@@ -164,10 +172,6 @@ class Harness:
         if not plan.empty:
             self.plans.append(plan)
             self._in_flight.append((plan, self._device.run(plan, self._content)))
-        keep = self._lag if not plan.empty else max(len(self._in_flight) - 1, 0)
-        while len(self._in_flight) > keep:
-            self._land(*self._in_flight.popleft())
-        self.now += 1.0
         return plan
 
     def run(self, limit: int = 10_000) -> None:
@@ -189,6 +193,11 @@ class Harness:
             token = prompt[at] if at < len(prompt) else self._sample(request_id, at)
             chain.append((hash((chain[-1] if chain else 0, token)), token))
         return (shares, *chain[position])
+
+    def _land_until(self, count: int) -> None:
+        """Takes in the oldest results until `count` plans are in flight."""
+        while len(self._in_flight) > count:
+            self._land(*self._in_flight.popleft())
 
     def _land(self, plan: StepPlan, result: StepResult) -> None:
         events = self.scheduler.update(plan, result, self.now)

@@ -83,7 +83,7 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
     ("line", "edit", "message"),
     [
         (1, lambda h: h.update(kind="x"), 'FILE line 1: kind is "x"; it must be "header": a trace begins with one'),
-        (1, lambda h: h.update(schema_version=1), "schema_version is 1; this version of jaxserve reads 2;"),
+        (1, lambda h: h.update(schema_version=2), "schema_version is 2; this version of jaxserve reads 3;"),
         (1, lambda h: h.update(config=None), "config is null; it must be an object, the scheduler's settings"),
         (1, lambda h: h["config"].update(a=1), "config has a; this version of jaxserve knows no such setting"),
         (1, lambda h: h["config"].update(page_size=3), "config: page_size is 3; it must be a power of two"),
@@ -112,7 +112,7 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
         (
             2,
             lambda r: r["events"][1].update(kind="?"),
-            'kind is "?"; it must be add, abort, expire or reset_',
+            'kind is "?"; it must be add, abort, expire, starve or reset_',
         ),
         (2, lambda r: r["events"][2].update(reason="?"), 'reason is "?"; it must be one of stop, length, abort'),
         (2, lambda r: r["events"][3].update(step=[3, 0]), "step is [3, 0]; it must be [0 to 2, 0]"),

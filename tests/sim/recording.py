@@ -42,14 +42,33 @@ def random_config(draw: random.Random) -> SchedulerConfig:
     )
 
 
-def random_run(seed: int, lag: int, moves: int = 60, *, sharing: bool = False) -> Harness:
+LACKING_PAGES: dict[str, Any] = {
+    "reservation": "optimistic",
+    "preemption": "recompute",
+    "batching": "continuous",
+    "page_size": 1,
+    "num_pages": 36,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 12,
+    "max_queue_requests": 6,
+    "max_queue_tokens": 1000,
+    "itl_target_s": None,
+}
+"""Settings of runs in which, with steps in flight, all that hold a slot often lack a page."""
+
+
+def events_of(harness: Harness, kind: str) -> list[dict[str, Any]]:
+    """The events of a kind in a run's records."""
+    return [event for record in harness.records for event in record["events"] if event["kind"] == kind]
+
+
+def random_run(seed: int, lag: int, moves: int = 60, **changes: Any) -> Harness:
     """A run with aborts, stop strings, stop ids, deadlines, refusals, reused ids, jumps of time and flushes.
 
-    `sharing`: with a prefix cache, which other runs have at random.
+    `changes`: settings that are not left to chance.
     """
     draw = random.Random(seed)
-    config = random_config(draw)
-    harness = Harness(replace(config, enable_prefix_caching=True) if sharing else config, lag, sample)
+    harness = Harness(replace(random_config(draw), **changes), lag, sample)
 
     def add() -> None:
         deadline_at = harness.now + draw.choice([-1.0, 0.5, 3.0, 7.25]) if draw.random() < 0.4 else None
@@ -81,8 +100,9 @@ def random_run(seed: int, lag: int, moves: int = 60, *, sharing: bool = False) -
     def reset() -> None:
         harness.scheduler.reset_prefix_cache(harness.now)
 
-    possible: list[Callable[[], Any]] = [add, abort, jump, harness.step, harness.scheduler.flush_trace, reset]
-    for move in draw.choices(possible, [16, 4, 2, 16, 2, 1], k=moves):
+    scheduler = harness.scheduler
+    possible: list[Callable[[], Any]] = [add, abort, jump, harness.step, harness.plan, scheduler.flush_trace, reset]
+    for move in draw.choices(possible, [16, 4, 2, 16, 4, 2, 1], k=moves):
         move()
     if draw.random() < 0.7:
         harness.run()

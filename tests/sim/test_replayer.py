@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config.policy_config import GROWING_RESERVATIONS
-from jaxserve.core import FinishReason
+from jaxserve.core import FinishReason, Request
 from jaxserve.scheduler import Scheduler, StepResult, TraceWriter
 from jaxserve.scheduler.trace import MAX_EVENTS
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.replayer import ABSENT, Difference, ReplayReport, replay
 from tests.scheduler.harness import Harness, make_config, make_request, stopping_request
-from tests.sim.recording import random_run, write_trace
+from tests.sim.recording import LACKING_PAGES, events_of, random_run, write_trace
 
 
 def replayed_bytes(path: Path) -> tuple[ReplayReport, bytes]:
@@ -65,16 +66,69 @@ def test_page_numbers_that_were_forgotten_are_not_missed(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxserve.scheduler.page_ordinals._SLACK", 2)
-    harness = random_run(seed, seed % 4, sharing=True)
+    harness = random_run(seed, seed % 4, enable_prefix_caching=True)
     assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
 
 
-@pytest.mark.parametrize("seed", [65, 263])
-def test_calls_that_gave_no_plan_and_took_slots_for_want_of_pages_are_repeated(tmp_path: Path, seed: int) -> None:
-    harness = random_run(seed, seed % 4)
-    assert harness.config.reservation in GROWING_RESERVATIONS and harness.config.max_steps_ahead
-    assert any(record.get("preempted_next") for record in harness.records)
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32), lag=st.integers(1, 2))
+def test_any_run_that_lacks_pages_with_steps_in_flight_replays_to_the_byte(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, lag: int
+) -> None:
+    harness = random_run(seed, lag, 120, **LACKING_PAGES)
+    assert_replays(write_trace(tmp_path_factory.mktemp("run") / "trace.jsonl", harness.config, harness.records))
+
+
+def test_calls_that_took_slots_and_gave_no_plan_are_repeated_at_their_instant(tmp_path: Path) -> None:
+    """Also when an arrival or an abort came before the next update."""
+    counts: Counter[str] = Counter()
+    for seed in range(100):
+        harness = random_run(seed, 1 + seed % 2, 120, **LACKING_PAGES)
+        assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+        events = [event for record in harness.records for event in record["events"]]
+        counts["calls"] += len(events_of(harness, "starve"))
+        for event, after in pairwise(events):
+            counts["followed"] += event["kind"] == "starve" and after["step"] == event["step"]
+    assert counts["calls"] >= 15 and counts["followed"] >= 2, counts
+
+
+def starving_pair(*others: Request) -> Harness:
+    """Two requests fill the pool's four pages and reach their third page together, a step in flight.
+
+    `others` come right after them and wait; an arrival comes between the call without a plan and its update.
+    """
+    config = make_config(reservation="optimistic", preemption="recompute", num_pages=5, max_num_seqs=2)
+    harness = Harness(config, lag=1)
+    harness.add(make_request("a", 3, 12), make_request("b", 3, 12), *others)
+    while not events_of(harness, "starve"):
+        harness.plan()
+        harness.add(make_request(f"late{len(harness.plans)}", 3, 2))
+        harness.now += 1.0
+        harness.scheduler.flush_trace()
+    return harness
+
+
+def test_a_call_that_gave_no_plan_may_be_followed_by_an_arrival_and_begin_with_an_expiry(tmp_path: Path) -> None:
+    (starved,) = events_of(starving_pair(), "starve")
+    harness = starving_pair(make_request("waits", 3, 2, deadline_at=starved["now"]))
+    assert [(event["id"], event["now"]) for event in events_of(harness, "expire")] == [("waits", starved["now"])]
+    assert events_of(harness, "starve") == [starved]
+    assert events_of(harness, "add")[-1]["step"] == starved["step"]
+    harness.run()
+    assert harness.scheduler.counters.preemptions
     assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+
+
+def test_a_starved_call_left_out_of_a_trace_is_missed(tmp_path: Path) -> None:
+    """The event is what tells of the call: without it the replay decides otherwise."""
+    harness = next(run for seed in range(100) if events_of(run := random_run(seed, 1, 120, **LACKING_PAGES), "starve"))
+    path = write_trace(tmp_path / "trace.jsonl", harness.config, harness.records)
+
+    def remove(lines: list[dict[str, Any]]) -> None:
+        for line in lines[1:]:
+            line["events"] = [event for event in line["events"] if event["kind"] != "starve"]
+
+    assert tampered(path, remove).key.startswith(("preempted_next", "queue", "active", "events"))
 
 
 def test_the_random_runs_hold_everything_that_can_happen() -> None:
