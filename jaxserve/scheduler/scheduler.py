@@ -81,6 +81,7 @@ from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight
 from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.trace import TraceRecorder
+from jaxserve.scheduler.waits_for import WaitsFor
 
 
 class Scheduler(RowPlanner):
@@ -187,9 +188,7 @@ class Scheduler(RowPlanner):
 
     def _plan(self, now: float) -> StepPlan:
         starved = self._secure_pages() if self._reservation.grows else ()
-        # What a preemption gave back is for those that run.
-        if not self._preempted or not self._running:
-            self._promote(now)
+        waits_for = self._promote(now)
         if not self._running:
             return StepPlan(self._num_plans)
         placements, pages = self._new_placements()
@@ -213,7 +212,7 @@ class Scheduler(RowPlanner):
             preempted=tuple(self._preempted),
         )
         if not plan.empty:
-            self._in_flight.append(Flight(plan, now, decoding, [sequence for sequence, _ in chosen]))
+            self._in_flight.append(Flight(plan, now, decoding, [sequence for sequence, _ in chosen], waits_for))
             self._preempted = []
             self._num_plans += 1
         return plan
@@ -243,7 +242,7 @@ class Scheduler(RowPlanner):
         self._land("decode", flight.decode, result.decode_tokens, now, events)
         self._land("prefill", flight.prefill, emitted, now, events)
         if self._trace:
-            self._trace.iteration(plan, flight.now, bucket)
+            self._trace.iteration(flight, bucket)
         return events
 
     def flush_trace(self) -> None:
@@ -294,24 +293,36 @@ class Scheduler(RowPlanner):
         retry_after_s = self._departures.seconds_until(max(len(waiting), 1), excess, now)
         return queue_full(self.config, waiting, sequence, reason, retry_after_s)
 
-    def _promote(self, now: float) -> None:
+    def _promote(self, now: float) -> WaitsFor | None:
+        """Gives free slots to the queue's front for as long as it fits.
+
+        Returns:
+          What the front waits for then; None when nobody waits.
+        """
+        if not len(self._waiting):
+            return None
+        if not self._slots.num_free:
+            return WaitsFor.SLOT
+        if self._preempted and self._running:
+            return WaitsFor.PREEMPTION  # what was given back is for those that run
         front = self._waiting.front()
-        if front is None:
-            return
         num_busy = len(self._live) - len(self._waiting)
-        if not self._batching.may_fill(num_busy, len(self._waiting), now - front.arrived_at):
-            return
-        while self._slots.num_free:
-            front = self._waiting.front()
-            if front is None or not front.resumable:
-                return
+        if front is not None and not self._batching.may_fill(num_busy, len(self._waiting), now - front.arrived_at):
+            return WaitsFor.BATCH
+        while front is not None:
+            if not self._slots.num_free:
+                return WaitsFor.SLOT
+            if not front.resumable:
+                return WaitsFor.STEP
             if not self._reserve(front):
                 # A paused one needs no page it does not have, and its end brings the front nearer to its own.
                 front = self._waiting.paused()
                 if front is None or not front.resumable or not self._reserve(front):
-                    return
+                    return WaitsFor.PAGES
             self._waiting.remove(front)
             self._occupy(front)
+            front = self._waiting.front()
+        return WaitsFor.CLASS if len(self._waiting) else None
 
     def _secure_pages(self) -> list[Sequence]:
         """Finds a page for every decode row that needs a new one, at other requests' expense if it must.

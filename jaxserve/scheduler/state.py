@@ -24,16 +24,21 @@ from jaxserve.scheduler.sequence_heap import SequenceHeap
 from jaxserve.scheduler.slots import SlotPool
 from jaxserve.scheduler.victims import VictimChoice
 from jaxserve.scheduler.waiting_queue import WaitingQueue
+from jaxserve.scheduler.waits_for import WaitsFor
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A plan not yet updated, and the sequences of its rows: an id may be reused meanwhile, these not."""
+    """A plan not yet updated, and the sequences of its rows: an id may be reused meanwhile, these not.
+
+    `waits_for`: what the queue's front lacked when the plan was made; None when nobody waited.
+    """
 
     plan: StepPlan
     now: float
     decode: list[Sequence]
     prefill: list[Sequence]
+    waits_for: WaitsFor | None
 
 
 class SchedulerState:

@@ -13,6 +13,7 @@ holds lengths, never tokens or texts. Keys:
 | queue, active | ids after the iteration: waiting, and holding a slot, in promotion order |
 | unused_budget | token budget less tokens |
 | pages_free, pages_cached, pages_owned | after the iteration |
+| front_waits_for | what the queue's front lacked when the plan was made (`WaitsFor`); None when nobody waited |
 | bucket | the compiled shape it ran in; None in simulation |
 | in_flight | instants of the plans made and not yet updated, oldest first, once this one is updated |
 | updated_at | instant of the update |
@@ -64,6 +65,7 @@ from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
     from jaxserve.scheduler.scheduler import Scheduler
+    from jaxserve.scheduler.state import Flight
 
 SCHEMA_VERSION = 3
 MAX_EVENTS = 256
@@ -144,14 +146,14 @@ class TraceRecorder:
         else:
             self._event("abort", sequence.request_id, now, reason=str(reason), **named)
 
-    def iteration(self, plan: StepPlan, now: float, bucket: Any) -> None:
+    def iteration(self, flight: Flight, bucket: Any) -> None:
         """A plan was updated: its record is complete."""
-        scheduler = self._scheduler
+        scheduler, plan = self._scheduler, flight.plan
         self._num_updated += 1
         self._sink(
             {
                 "iteration": plan.iteration,
-                "now": now,
+                "now": flight.now,
                 "decode": list(plan.decode.request_ids),
                 "prefill": [[chunk.request_id, len(chunk.token_ids)] for chunk in plan.prefill],
                 "prefill_emitted": [chunk.request_id for chunk in plan.prefill if chunk.emits],
@@ -163,6 +165,7 @@ class TraceRecorder:
                 "pages_free": scheduler.pages_free,
                 "pages_cached": scheduler.pages_cached,
                 "pages_owned": scheduler.pages_owned,
+                "front_waits_for": flight.waits_for and str(flight.waits_for),
                 "bucket": bucket,
                 "in_flight": self._instants_in_flight(),
                 "updated_at": scheduler._updated_at,

@@ -18,6 +18,7 @@ from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.core import FinishReason
 from jaxserve.scheduler.trace import SCHEMA_VERSION
 from jaxserve.scheduler.trace_fields import TraceFields
+from jaxserve.scheduler.waits_for import WaitsFor
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class IterationRecord(EventsRecord):
     pages_free: int
     pages_cached: int
     pages_owned: int
+    front_waits_for: WaitsFor | None
     updated_at: float
     preempted_next: tuple[str, ...]
     named: tuple[tuple[str, tuple[int, ...]], ...]
@@ -241,10 +243,18 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
         pages_free=line.integer("pages_free", 0),
         pages_cached=line.integer("pages_cached", 0),
         pages_owned=line.integer("pages_owned", 0),
+        front_waits_for=_waits_for(line),
         updated_at=line.instant("updated_at"),
         preempted_next=line.ids("preempted_next"),
         named=line.named() if "named" in line.data else (),
     )
+
+
+def _waits_for(line: TraceFields) -> WaitsFor | None:
+    value = line.data.get("front_waits_for", "")
+    if value is not None and value not in tuple(WaitsFor):
+        line.wrong("front_waits_for", f"null or one of {', '.join(WaitsFor)}")
+    return value and WaitsFor(value)
 
 
 def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:

@@ -102,6 +102,12 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
             "iteration is 2; it must be 1, the next one: lines are missing or doubled",
         ),
         (3, lambda r: r.update(preempted_next=None), "preempted_next is null; it must be a list of request ids"),
+        (
+            3,
+            lambda r: r.update(front_waits_for="?"),
+            'front_waits_for is "?"; it must be null or one of slot, preemption',
+        ),
+        (3, lambda r: r.pop("front_waits_for"), "front_waits_for is missing; it must be null or one of slot, "),
         (3, lambda r: r.update(named=[["a", "b"]]), 'named is [["a", "b"]]; it must be a list of [request id, page'),
         (2, lambda r: r["events"][0].update(pages=[0.5]), "pages is [0.5]; it must be a list of page numbers"),
         (2, lambda r: r["events"][0].update(pages=[0], scores=1), "scores is 1; it must be true or false"),
