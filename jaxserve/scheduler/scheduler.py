@@ -4,7 +4,7 @@ It is a pure function of (state, events, clock). It never reads a clock, draws a
 logs or touches a device; every instant comes in as `now`. The same calls give the same plans, in serving,
 in simulation and in replay.
 
-    scheduler.add(request, now)              an arrival is placed, queued or refused at once
+    scheduler.add(request, now)              an arrival is placed, queued or refused at once (`Lifecycle`)
     plan = scheduler.schedule(now)           one iteration, as data
     ...                                      the device runs it
     events = scheduler.update(plan, result, now)
@@ -29,7 +29,8 @@ Order of one iteration
    pass the queue. Under `priority_preemption` it also passes a front of lower class, and without a free
    slot it takes a lower class's, if the victim's place in the queue exists and pages for it are free.
 3. Else it is queued, displaces a queued request of lower class where that is allowed, or is refused with
-   a reason: the bounds of the queue hold for every arrival.
+   a reason: the bounds of the queue hold for every arrival. Arrivals that come in one call are all taken or
+   all refused, and before it is sure which, nobody loses a place to them.
 4. Under a reservation that grows, every decode row that begins a page is promised one first; where there
    is none, a victim gives up its pages. In an iteration with a preemption nobody is promoted.
 5. The queue's front is promoted while slots are free and the reservation finds pages. Nobody in the
@@ -72,19 +73,18 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.core import FinishReason, Rejection, Request
-from jaxserve.scheduler.admission import Gate, queue_full
+from jaxserve.core import FinishReason
+from jaxserve.scheduler.lifecycle import Lifecycle
 from jaxserve.scheduler.plan import StepPlan, StepResult, TokenEvent
 from jaxserve.scheduler.prompt_choice import PromptChoice
 from jaxserve.scheduler.row_planner import RowPlanner
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight
-from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.trace import TraceRecorder
 from jaxserve.scheduler.waits_for import WaitsFor
 
 
-class Scheduler(RowPlanner):
+class Scheduler(Lifecycle, RowPlanner):
     """Plans iterations for one engine.
 
     Args:
@@ -95,77 +95,16 @@ class Scheduler(RowPlanner):
 
     def __init__(self, config: SchedulerConfig, trace: Callable[[dict[str, Any]], None] | None = None) -> None:
         super().__init__(config)
-        self._events: list[TokenEvent] = []
-        self._step_time = StepTimeModel()
-        self._gate = Gate(config, self._reservation, self._departures, self._step_time)
         self._prompts = PromptChoice(config, self._step_time)
         self._updated_at = -math.inf
-        self._trace = TraceRecorder(self, trace) if trace else None
-
-    # Arrivals and aborts
-
-    def add(self, request: Request, now: float) -> Rejection | None:
-        """Places, queues or refuses an arrival.
-
-        Returns:
-          None when it was accepted. A refused request leaves no trace but its count.
-
-        Raises:
-          ValueError: its prompt is empty.
-        """
-        if not request.prompt_token_ids:
-            raise ValueError(f"prompt of {request.request_id} has 0 tokens; it must have at least 1")
-        sequence = Sequence(request, self._num_arrivals, now)
-        self._num_arrivals += 1
-        self.counters.offered += 1
-        rejection = self._gate.refusal(
-            request,
-            is_live=request.request_id in self._live,
-            num_waiting=len(self._waiting),
-            has_free_slot=bool(self._slots.num_free),
-            now=now,
-        )
-        if rejection is None:
-            self._enter(sequence)
-            if not self._place(sequence):
-                rejection = self._enqueue(sequence, now)
-            if rejection is not None:
-                self._leave(sequence)
-        if rejection is not None:
-            self.counters.count_rejection(rejection.reason)
-        else:
-            self._live[request.request_id] = sequence
-            if request.deadline_at is not None:
-                self._deadlines.push((request.deadline_at, sequence.arrival), sequence)
-        if self._trace:
-            self._trace.added(sequence, now, rejection)
-        return rejection
-
-    def abort(self, request_id: str, now: float, reason: str = FinishReason.ABORT) -> bool:
-        """Ends a live request at any stage; its event is in `take_events`.
-
-        Args:
-          reason: ABORT; STOP when a stop string was found, a completion; ERROR when it failed.
-
-        Returns:
-          False when no live request has this id.
-        """
-        sequence = self._live.get(request_id)
-        if sequence is None:
-            return False
-        self._end_early(sequence, FinishReason(reason), now)
-        return True
+        if trace:
+            self._trace = TraceRecorder(self, trace)
 
     def reset_prefix_cache(self, now: float) -> None:
         """Forgets what every page holds: nothing that ran before is shared with what comes."""
         self._pages.drop_cache()
         if self._trace:
             self._trace.cache_reset(now)
-
-    def take_events(self) -> list[TokenEvent]:
-        """Ends since the last call that happened outside `update`: aborts and expiries, in order."""
-        events, self._events = self._events, []
-        return events
 
     # One iteration
 
@@ -250,48 +189,7 @@ class Scheduler(RowPlanner):
         if self._trace:
             self._trace.flush()
 
-    # Placing
-
-    def _place(self, sequence: Sequence) -> bool:
-        """Gives an arrival a slot, a free one or a lower class's; changes nothing when it cannot."""
-        if not self._batching.refills or self._class_is_full(sequence.request.service_class):
-            return False
-        if self._waiting.is_beyond_bound:
-            return False
-        if self._slots.num_free:
-            if not self._may_take_free_slot(sequence) or not self._reserve(sequence):
-                return False
-        else:
-            if not self.config.priority_preemption:
-                return False
-            victim = self._victims.for_slot(sequence, self._running.values())
-            # Without pages for the newcomer or a place for the victim it is not disturbed.
-            if victim is None or self._waiting.refusal(victim) or not self._reserve(sequence, victim):
-                return False
-            self._preempt(victim)
-        self._occupy(sequence)
-        return True
-
-    def _may_take_free_slot(self, sequence: Sequence) -> bool:
-        if self.config.arrivals_claim_slots or self._waiting.would_lead(sequence):
-            return True
-        # Whom it could preempt the moment after, it need not let pass first.
-        front = self._waiting.front()
-        outranks = front is not None and front.request.priority > sequence.request.priority
-        return outranks and self.config.priority_preemption
-
-    def _enqueue(self, sequence: Sequence, now: float) -> Rejection | None:
-        waiting = self._waiting
-        reason = waiting.refusal(sequence)
-        if reason is not None and (displaced := waiting.displaceable(sequence)) is not None:
-            self._end_early(displaced, FinishReason.DISPLACED, now)
-            reason = None
-        if reason is None:
-            waiting.push(sequence)
-            return None
-        excess = max(waiting.num_tokens + sequence.max_total_tokens - self.config.max_queue_tokens, 0)
-        retry_after_s = self._departures.seconds_until(max(len(waiting), 1), excess, now)
-        return queue_full(self.config, waiting, sequence, reason, retry_after_s)
+    # Promotion and pages
 
     def _promote(self, now: float) -> WaitsFor | None:
         """Gives free slots to the queue's front for as long as it fits.
@@ -348,11 +246,7 @@ class Scheduler(RowPlanner):
                     break
         return starved
 
-    # Ending
-
-    def _expire(self, now: float) -> None:
-        while (front := self._deadlines.front()) and front[0][0] <= now:
-            self._end_early(front[1], FinishReason.EXPIRED, now)
+    # What came back
 
     def _land(
         self, source: str, sequences: Items[Sequence], tokens: Items[int | None], now: float, events: list[TokenEvent]
@@ -388,23 +282,3 @@ class Scheduler(RowPlanner):
             elif token is None:
                 continue
             events.append(TokenEvent(sequence.request_id, token, source, row, reason, stop_token_id))
-
-    def _end_early(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        self._end(sequence, reason, now, early=True)
-        self._events.append(TokenEvent(sequence.request_id, None, finish_reason=reason))
-
-    def _end(self, sequence: Sequence, reason: FinishReason, now: float, *, early: bool = False) -> None:
-        """The one way out of being live, from any state."""
-        sequence.finish_reason = reason
-        del self._live[sequence.request_id]
-        self._deadlines.remove(sequence)
-        if not self._waiting.remove(sequence) and sequence.slot != NO_SLOT:
-            self._vacate(sequence)
-        self._release_pages(sequence)
-        self._leave(sequence)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._lengths.observe(len(sequence.output_token_ids))
-        self.counters.count_end(reason)
-        self._departures.observe(now, sequence.max_total_tokens)
-        if self._trace:
-            self._trace.ended(sequence, now, early=early)

@@ -28,7 +28,8 @@ An event has `kind` ("add", "abort", "expire", "starve", "reset_prefix_cache"), 
 one request), `now` and `step`, the pair (plans made, plans updated) when it came: with steps in flight this
 places it exactly. An "add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`,
 `deadline_at` and `outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one with reason
-"displaced" is the work of the "add" that follows it, not a call of its own. A "starve" is a call of `schedule`
+"displaced" is the work of the "add" that follows it, not a call of its own. Of several arrivals of one call the
+first has `together`, their number; the others follow it at once, in the same record. A "starve" is a call of `schedule`
 that took slots for want of pages and made no plan, as all that kept a slot lacked a page too.
 
 With a prefix cache three keys more say which pages are alike, by numbers (`page_ordinals`): `pages` of an
@@ -52,6 +53,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 3
 MAX_EVENTS = 256
-"""Most events kept until the next record."""
+"""So many events without an iteration make a record; what came of one call is in one record all the same."""
 
 _LISTS = {
     FinishReason.STOP: "completed",
@@ -97,18 +99,25 @@ class TraceRecorder:
         self._ordinals = PageOrdinals(scheduler) if scheduler.config.enable_prefix_caching else None
         self._clear()
 
-    def added(self, sequence: Sequence, now: float, rejection: Rejection | None) -> None:
-        """An arrival was placed, queued or refused."""
+    def added(self, sequences: Items[Sequence], now: float, rejection: Rejection | None) -> None:
+        """Arrivals of one call were placed or queued, or refused."""
+        for index, sequence in enumerate(sequences):
+            self._added(sequence, now, rejection, len(sequences) if index == 0 else 1)
+        self._flush_if_full()
+
+    def _added(self, sequence: Sequence, now: float, rejection: Rejection | None, num_together: int) -> None:
         request = sequence.request
         if rejection is not None:
             self._ids["rejected"].append(request.request_id)
             outcome = rejection.reason
         else:
             outcome = "queue" if sequence.slot == NO_SLOT else "slot"
-        sharing = {}
+        details: dict[str, Any] = {}
         if self._ordinals and rejection is None:
-            scores = request.params.prompt_logprobs is not None
-            sharing = {"scores": scores, "pages": self._ordinals.new_of(sequence)}
+            details["scores"] = request.params.prompt_logprobs is not None
+            details["pages"] = self._ordinals.new_of(sequence)
+        if num_together > 1:
+            details["together"] = num_together
         self._event(
             "add",
             request.request_id,
@@ -120,16 +129,18 @@ class TraceRecorder:
             service_class=request.service_class,
             deadline_at=request.deadline_at,
             outcome=outcome,
-            **sharing,
+            **details,
         )
 
     def cache_reset(self, now: float) -> None:
         """The prefix cache was emptied."""
         self._event("reset_prefix_cache", "", now)
+        self._flush_if_full()
 
     def starved(self, now: float) -> None:
         """A call of `schedule` took slots and made no plan."""
         self._event("starve", "", now)
+        self._flush_if_full()
 
     def ended(self, sequence: Sequence, now: float, *, early: bool) -> None:
         """A live request ended; `early`: by its deadline or by a call of `abort`, not by a token."""
@@ -145,6 +156,9 @@ class TraceRecorder:
             self._event("expire", sequence.request_id, now, **named)
         else:
             self._event("abort", sequence.request_id, now, reason=str(reason), **named)
+        # The arrival that displaced it is to stand in the same record.
+        if reason is not FinishReason.DISPLACED:
+            self._flush_if_full()
 
     def iteration(self, flight: Flight, bucket: Any) -> None:
         """A plan was updated: its record is complete."""
@@ -186,6 +200,8 @@ class TraceRecorder:
     def _event(self, kind: str, request_id: str, now: float, **details: Any) -> None:
         step = [self._scheduler.num_plans, self._num_updated]
         self._events.append({"kind": kind, "id": request_id, "now": now, "step": step, **details})
+
+    def _flush_if_full(self) -> None:
         if len(self._events) >= MAX_EVENTS:
             self.flush()
 

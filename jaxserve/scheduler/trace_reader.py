@@ -47,7 +47,13 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class AddEvent(TraceEvent):
-    """An arrival; `outcome` is "slot", "queue" or the rejection's reason. `scores`: it shares no cached pages."""
+    """An arrival.
+
+    Attributes:
+      outcome: "slot", "queue" or the rejection's reason.
+      scores: it shares no cached pages.
+      num_together: arrivals of one call, of which this is the first; the others follow it and say 1.
+    """
 
     num_prompt_tokens: int
     max_tokens: int
@@ -57,6 +63,7 @@ class AddEvent(TraceEvent):
     deadline_at: float | None
     outcome: str
     scores: bool
+    num_together: int = 1
 
     @property
     def accepted(self) -> bool:
@@ -223,7 +230,7 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
     common: dict[str, Any] = {
         "line": line.line,
         "data": line.data,
-        "events": tuple(_event(event, num_plans, num_updated) for event in line.events()),
+        "events": _events(line, num_plans, num_updated),
         "in_flight": in_flight,
         **{key: line.ids(key) for key in ("rejected", "completed", "aborted", "expired", "failed")},
     }
@@ -257,6 +264,17 @@ def _waits_for(line: TraceFields) -> WaitsFor | None:
     return value and WaitsFor(value)
 
 
+def _events(line: TraceFields, most_plans: int, num_updated: int) -> tuple[TraceEvent, ...]:
+    fields = line.events()
+    events = tuple(_event(event, most_plans, num_updated) for event in fields)
+    for index, event in enumerate(events):
+        if isinstance(event, AddEvent) and event.num_together > 1:
+            others = events[index + 1 : index + event.num_together]
+            if len(others) + 1 < event.num_together or not all(isinstance(other, AddEvent) for other in others):
+                fields[index].wrong("together", "the number of arrivals that stand here one after another, or fewer")
+    return events
+
+
 def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
     made, updated = event.step()
     if updated != num_updated or not num_updated <= made <= most_plans:
@@ -275,6 +293,7 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
                 deadline_at=event.instant_or_null("deadline_at"),
                 outcome=event.text("outcome"),
                 scores=event.flag("scores") if "scores" in event.data else False,
+                num_together=event.integer("together", 2) if "together" in event.data else 1,
             )
         case "abort":
             if event.data.get("reason") not in tuple(FinishReason):

@@ -14,7 +14,7 @@ Every key but `bucket`, which no scheduler decides, is compared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,10 +142,10 @@ class Replayer:
     def feed(self, record: EventsRecord) -> Difference | None:
         """Repeats the calls that a record tells of and compares; nothing may be fed after a difference."""
         instants = (record.now, *record.in_flight) if isinstance(record, IterationRecord) else record.in_flight
-        for event in record.events:
-            if not self._plan_until(event.num_plans, instants):
+        for call in _calls(record.events):
+            if not self._plan_until(call[0].num_plans, instants):
                 return self._no_plan(record)
-            self._repeat(event)
+            self._repeat(call)
         if not self._plan_until(self._num_updated + len(instants), instants):
             return self._no_plan(record)
         if isinstance(record, IterationRecord):
@@ -169,10 +169,12 @@ class Replayer:
             self._in_flight.append(plan)
         return not plan.empty
 
-    def _repeat(self, event: TraceEvent) -> None:
+    def _repeat(self, call: tuple[TraceEvent, ...]) -> None:
+        event = call[0]
         match event:
             case AddEvent():
-                self._scheduler.add(_request(event, self._tokens), event.now)
+                requests = [_request(each, self._tokens) for each in call if isinstance(each, AddEvent)]
+                self._scheduler.add_all(requests, event.now)
                 self._scheduler.take_events()
             case AbortEvent() if event.reason is not FinishReason.DISPLACED:
                 self._scheduler.abort(event.request_id, event.now, event.reason)
@@ -209,6 +211,16 @@ class Replayer:
         number = self.num_plans
         planned = f"plan {number}" if number != record.data.get("iteration") else "a plan"
         return Difference(record.line, record.data.get("iteration"), "plan", planned, "none: no request holds a slot")
+
+
+def _calls(events: tuple[TraceEvent, ...]) -> Iterator[tuple[TraceEvent, ...]]:
+    """The events by the call they came of: arrivals of one call together, every other alone."""
+    first = 0
+    while first < len(events):
+        event = events[first]
+        count = event.num_together if isinstance(event, AddEvent) else 1
+        yield events[first : first + count]
+        first += count
 
 
 def _request(event: AddEvent, tokens: DummyTokens) -> Request:

@@ -145,6 +145,31 @@ class Harness:
         self.scheduler.check_invariants()
         return answers
 
+    def add_all(self, requests: list[Request]) -> Rejection | None:
+        """Adds requests in one call; when they are refused, nobody may have lost anything to them."""
+        before = self._places()
+        rejection = self.scheduler.add_all(requests, self.now)
+        self._take(self.scheduler.take_events())
+        if rejection is None:
+            for request in requests:
+                self.outputs[request.request_id] = []
+                self.ends.pop(request.request_id, None)
+                assert request.request_id in self.scheduler.live_ids
+        else:
+            assert self._places() == before, f"{[request.request_id for request in requests]} were refused at a price"
+        self.scheduler.check_invariants()
+        return rejection
+
+    def _places(self) -> tuple[Any, ...]:
+        """Who is where, and what has been lost and found so far."""
+        scheduler = self.scheduler
+        counters = scheduler.counters
+        return (
+            (scheduler.live_ids, scheduler.active_ids, scheduler.waiting_ids, scheduler.num_waiting_tokens),
+            (scheduler.pages_free, scheduler.pages_cached, scheduler.pages_owned, scheduler._reservation.num_promised),
+            (counters.preemptions, counters.cached_tokens, counters.rejected.get("displaced", 0), dict(self.ends)),
+        )
+
     def abort(self, request_id: str, **reason: Any) -> bool:
         """Aborts and takes in the event."""
         ended = self.scheduler.abort(request_id, self.now, **reason)

@@ -114,6 +114,12 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
         (2, lambda r: r.update(events={}), "events is {}; it must be a list of events"),
         (2, lambda r: r["events"].append(5), "FILE line 2 event 4 is 5; it must be an object"),
         (2, lambda r: r["events"][0].update(prompt=0), "FILE line 2 event 0: prompt is 0; it must be an integer of at"),
+        (2, lambda r: r["events"][0].update(together=1), "together is 1; it must be an integer of at least 2"),
+        (
+            2,
+            lambda r: r["events"][0].update(together=3),
+            "line 2 event 0: together is 3; it must be the number of",
+        ),
         (2, lambda r: r["events"][0].update(tenant=None), "tenant is null; it must be a text"),
         (
             2,

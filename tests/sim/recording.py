@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.core import FinishReason, Priority, SamplingParams
+from jaxserve.core import FinishReason, Priority, Request, SamplingParams
 from jaxserve.scheduler import TraceWriter
 from tests.scheduler.harness import STOP_ID, Harness, make_request
 from tests.scheduler.test_random_runs import draw_config
@@ -70,24 +70,32 @@ def random_run(seed: int, lag: int, moves: int = 60, **changes: Any) -> Harness:
     draw = random.Random(seed)
     harness = Harness(replace(random_config(draw), **changes), lag, sample)
 
-    def add() -> None:
+    def request(request_id: str, priority: int) -> Request:
         deadline_at = harness.now + draw.choice([-1.0, 0.5, 3.0, 7.25]) if draw.random() < 0.4 else None
         prompt_logprobs = draw.choice([None, None, None, 0])
         params = SamplingParams(max_tokens=8, min_tokens=draw.choice([0, 0, 3]), prompt_logprobs=prompt_logprobs)
-        harness.add(
-            make_request(
-                f"r{draw.randrange(40)}",
-                draw.randint(1, 30),
-                draw.choice([0, 1, 2, 5, 9, 40]),
-                params=params,
-                eos_token_ids=(STOP_ID,),
-                priority=draw.choice([Priority.HIGH, Priority.NORMAL, Priority.LOW]),
-                deadline_at=deadline_at,
-                tenant=draw.choice(["", "t1"]),
-                cache_salt=draw.choice(["", "", "salt"]),
-                service_class="bulk" if harness.config.service_classes and draw.random() < 0.3 else "",
-            )
+        return make_request(
+            request_id,
+            draw.randint(1, 30),
+            draw.choice([0, 1, 2, 5, 9, 40]),
+            params=params,
+            eos_token_ids=(STOP_ID,),
+            priority=priority,
+            deadline_at=deadline_at,
+            tenant=draw.choice(["", "t1"]),
+            cache_salt=draw.choice(["", "", "salt"]),
+            service_class="bulk" if harness.config.service_classes and draw.random() < 0.3 else "",
         )
+
+    def draw_priority() -> int:
+        return draw.choice([Priority.HIGH, Priority.NORMAL, Priority.LOW])
+
+    def add() -> None:
+        harness.add(request(f"r{draw.randrange(40)}", draw_priority()))
+
+    def add_all() -> None:
+        priority = draw_priority()
+        harness.add_all([request(f"r{draw.randrange(40)}", priority) for _ in range(draw.randint(2, 4))])
 
     def abort() -> None:
         live = harness.scheduler.live_ids
@@ -101,8 +109,9 @@ def random_run(seed: int, lag: int, moves: int = 60, **changes: Any) -> Harness:
         harness.scheduler.reset_prefix_cache(harness.now)
 
     scheduler = harness.scheduler
-    possible: list[Callable[[], Any]] = [add, abort, jump, harness.step, harness.plan, scheduler.flush_trace, reset]
-    for move in draw.choices(possible, [16, 4, 2, 16, 4, 2, 1], k=moves):
+    possible: list[Callable[[], Any]] = [add, add_all, abort, jump, harness.step, harness.plan]
+    possible += [scheduler.flush_trace, reset]
+    for move in draw.choices(possible, [14, 2, 4, 2, 16, 4, 2, 1], k=moves):
         move()
     if draw.random() < 0.7:
         harness.run()

@@ -170,7 +170,7 @@ def test_a_small_pool_is_kv_pressure(examine: Examine) -> None:
 
 
 def test_pages_that_run_out_under_long_outputs_are_kv_pressure(examine: Examine, reservation: str) -> None:
-    """11 pages at the end of each of 16 requests, of a pool of 40; only `optimistic` lets more in and takes them back."""
+    """Each needs 11 pages at its end, of a pool of 40; only `optimistic` lets more in and takes them back."""
     config = replace(ROOMY, num_pages=41)
     summary, found = examine(every(0.01, 40, prompt=30, output=140), config)
     assert "kv_pressure" in found and "no_refill" not in found
