@@ -227,6 +227,6 @@ def _check(requests: Items[Request]) -> None:
     for request in requests:
         if not request.prompt_token_ids:
             raise ValueError(f"prompt of {request.request_id} has 0 tokens; it must have at least 1")
-    priorities = sorted({request.priority for request in requests})
-    if len(priorities) != 1:
+    if any(request.priority != requests[0].priority for request in requests[1:]):
+        priorities = sorted({request.priority for request in requests})
         raise ValueError(f"requests that come together have priorities {priorities}; they must have one")

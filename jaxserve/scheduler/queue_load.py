@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.sequence import Sequence
 
@@ -22,8 +24,7 @@ class QueueLoad:
 
     def copy(self) -> QueueLoad:
         """One that changes apart from this one."""
-        other = QueueLoad(self._config)
-        other.num_requests, other.num_tokens = self.num_requests, self.num_tokens
+        other = copy(self)
         other._requests_of, other._tokens_of = dict(self._requests_of), dict(self._tokens_of)
         return other
 

@@ -72,6 +72,9 @@ class WaitingQueue:
           sequences: of one priority.
           beside: one more that would be in the queue before them.
         """
+        if len(sequences) == 1 and beside is None:  # nearly always: no copy to look ahead with
+            reason = self.refusal(sequences[0])
+            return reason if reason is not None and self.displaceable(sequences[0]) is None else None
         load = self._load.copy()
         if beside is not None:
             load.add(beside)

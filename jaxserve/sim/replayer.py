@@ -156,11 +156,18 @@ class Replayer:
         difference = _first_difference(record.data, replayed)
         return difference and Difference(record.line, record.data.get("iteration"), *difference)
 
+    @property
+    def _is_full(self) -> bool:
+        """As many steps are in flight as there may be."""
+        return len(self._in_flight) > self._scheduler.config.max_steps_ahead
+
     def _plan_until(self, count: int, instants: tuple[float, ...]) -> bool:
         """Makes plans up to `count`; `instants` begins with the oldest one not updated. False: nothing to plan."""
         return all(self._plan(instants[number - self._num_updated]) for number in range(self.num_plans, count))
 
     def _plan(self, now: float) -> bool:
+        if self._is_full:  # only a damaged trace asks for more
+            return False
         preemptions = self._scheduler.counters.preemptions
         plan = self._scheduler.schedule(now)
         self._num_starved += plan.empty and self._scheduler.counters.preemptions > preemptions
@@ -210,7 +217,8 @@ class Replayer:
     def _no_plan(self, record: EventsRecord) -> Difference:
         number = self.num_plans
         planned = f"plan {number}" if number != record.data.get("iteration") else "a plan"
-        return Difference(record.line, record.data.get("iteration"), "plan", planned, "none: no request holds a slot")
+        why = "as many steps are in flight as there may be" if self._is_full else "no request holds a slot"
+        return Difference(record.line, record.data.get("iteration"), "plan", planned, f"none: {why}")
 
 
 def _calls(events: tuple[TraceEvent, ...]) -> Iterator[tuple[TraceEvent, ...]]:

@@ -202,6 +202,20 @@ def test_a_removed_arrival_leaves_a_plan_that_nothing_asks_for(trace: Path) -> N
     assert str(difference) == "iteration 0 (line 2), plan: recorded 'a plan', replayed 'none: no request holds a slot'"
 
 
+def test_more_plans_than_may_be_in_flight_are_a_difference(trace: Path) -> None:
+    difference = tampered(trace, lambda lines: lines[1]["in_flight"].append(2.0))
+    assert (difference.recorded, difference.replayed) == ("plan 2", "none: as many steps are in flight as there may be")
+
+
+def test_a_starved_call_that_was_none_is_a_difference(trace: Path) -> None:
+    starve = {"kind": "starve", "id": "", "now": 1.0}
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        lines[1]["events"].append({**starve, "step": [2, 0]})
+
+    assert tampered(trace, change).key == "events[3]"
+
+
 def test_the_bucket_is_kept_and_not_compared(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = []
     scheduler = Scheduler(make_config(), trace=records.append)
