@@ -130,7 +130,7 @@ class AsyncEngine:
 
         Args:
           prompt: text, tokenised here unless `prompt_token_ids` is given.
-          params: `n` choices are queued all or none.
+          params: `n` choices are queued all or none; what is refused has disturbed nobody.
           request_id: unique among live ones; drawn when None.
           terms: priority, deadline, service class, tenant and cache salt.
 
@@ -179,12 +179,14 @@ class AsyncEngine:
             )
         live.update(dict.fromkeys(request.request_id for request in requests))
         try:
-            for index, request in enumerate(requests):
-                engine.add(request, index, partial(self._push, stream, live, request.request_id))
+            engine.add_all(
+                [
+                    (request, index, partial(self._push, stream, live, request.request_id))
+                    for index, request in enumerate(requests)
+                ]
+            )
         except (ValueError, RejectedError):
-            for later in requests[index:]:
-                del live[later.request_id]
-            stream.cancel()
+            live.clear()
             self._forget(stream)
             raise
         if self.state == "dead":

@@ -18,7 +18,7 @@ import random
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from jaxserve.text import Tokenizer, load_tokenizer
 
 Progress = Callable[[str, int, int, str], None]
 """Called with stage ("weights" or "warm-up"), done, total and what was done last."""
+Sink = Callable[[OutputDelta], None]
 
 
 @dataclass(slots=True)
@@ -144,23 +145,28 @@ class Engine:
         """Whether a request is live."""
         return bool(self._states)
 
-    def add(self, request: Request, index: int, sink: Callable[[OutputDelta], None]) -> None:
-        """Queues a request; its deltas go to `sink`, on the stepping thread.
+    def add(self, request: Request, index: int, sink: Sink) -> None:
+        """Queues a request, choice `index` of its prompt; its deltas go to `sink`, on the stepping thread.
 
         Raises:
           ValueError: it can never fit.
           RejectedError: the queue is full, its id is live, or its deadline has passed.
         """
+        self.add_all([(request, index, sink)])
+
+    def add_all(self, arrivals: Sequence[tuple[Request, int, Sink]]) -> None:
+        """Queues every one of some requests, or none and to nobody's disadvantage; each is as for `add`."""
         with self._lock:
             now = self._clock()
-            rejection = self.scheduler.add(request, now)
+            rejection = self.scheduler.add_all([request for request, *_ in arrivals], now)
             self._deliver_events(self.scheduler.take_events(), None, now)
             if rejection is not None:
-                self.metrics.rejected(rejection.reason)
+                self.metrics.rejected(rejection.reason, len(arrivals))
                 if rejection.reason == "never_fits":
                     raise ValueError(rejection.message)
                 raise RejectedError(rejection)
-            self._states[request.request_id] = RequestState(request, index, self._tokenizer, sink, now)
+            for request, index, sink in arrivals:
+                self._states[request.request_id] = RequestState(request, index, self._tokenizer, sink, now)
             self._observe_load()
 
     def abort(self, request_id: str, reason: str = FinishReason.ABORT) -> bool:

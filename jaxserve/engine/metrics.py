@@ -113,9 +113,9 @@ class EngineMetrics:
         if state.metrics.finished_at is not None:
             self._e2e.observe(max(state.metrics.finished_at - state.metrics.arrived_at, 0.0))
 
-    def rejected(self, reason: str) -> None:
-        """A request was refused at submit."""
-        self._rejected.labels(**self._labels, reason=reason).inc()
+    def rejected(self, reason: str, count: int = 1) -> None:
+        """Requests were refused at submit; choices count singly, as they do when they end."""
+        self._rejected.labels(**self._labels, reason=reason).inc(count)
 
     def preempted(self, count: int, recomputed: Mapping[str, int], swapped: Mapping[str, int]) -> None:
         """Requests gave up their slots, or came back from the host.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Rejection, Request
@@ -113,16 +114,18 @@ def unknown_class(request: Request, known: Iterable[str]) -> Rejection:
 
 
 def queue_full(
-    config: SchedulerConfig, waiting: WaitingQueue, sequence: Sequence, reason: str, retry_after_s: float
+    config: SchedulerConfig, waiting: WaitingQueue, sequences: Items[Sequence], reason: str, retry_after_s: float
 ) -> Rejection:
-    """The bound that `WaitingQueue.refusal` named is reached."""
+    """The bound that `WaitingQueue.refusal_of_all` named is reached, or would be by all of `sequences`."""
     if reason.startswith("queue_full_class"):
-        full = f"the queue of service class {sequence.request.service_class} is full"
+        full = f"the queue of service class {sequences[0].request.service_class} is full"
     elif reason == "queue_full_requests":
-        full = f"{len(waiting)} requests wait; the limit is {config.max_queue_requests} (max_queue_requests)"
+        more = f" and {len(sequences)} come together" if len(sequences) > 1 else ""
+        full = f"{len(waiting)} requests wait{more}; the limit is {config.max_queue_requests} (max_queue_requests)"
     else:
         full = (
-            f"{waiting.num_tokens} tokens wait and this request adds {sequence.max_total_tokens};"
+            f"{waiting.num_tokens} tokens wait and this request adds"
+            f" {sum(sequence.max_total_tokens for sequence in sequences)};"
             f" the limit is {config.max_queue_tokens} (max_queue_tokens)"
         )
     return Rejection(reason, full + "; try again later", retry_after_s)

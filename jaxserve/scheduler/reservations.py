@@ -104,7 +104,7 @@ class Reservation:
 
     def _lacking(self, sequence: Sequence, shared: Items[int]) -> int:
         """Pages to promise beyond those held, promised and shared."""
-        if sequence.num_preemptions >= self._config.max_preemptions:
+        if sequence.num_setbacks >= self._config.max_preemptions:
             tokens = sequence.max_total_tokens
         else:
             tokens = self._tokens(sequence)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason
+from jaxserve.scheduler.lifecycle import Lifecycle
 from jaxserve.scheduler.plan import TokenEvent
 from jaxserve.scheduler.row_planner import RowPlanner
-from jaxserve.scheduler.sequence import NO_SLOT, Sequence
+from jaxserve.scheduler.sequence import Sequence
 from jaxserve.scheduler.state import Flight
 from jaxserve.scheduler.token_events import TokenEvents
-from jaxserve.scheduler.trace import TraceRecorder
 
 
-class RowLander(RowPlanner):
+class RowLander(Lifecycle, RowPlanner):
     """Takes in the rows of steps that came back, and ends requests."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
-        self._events: list[TokenEvent] = []  # of ends outside `update`
-        self._trace: TraceRecorder | None = None
 
     def _land_decode(self, flight: Flight, tokens: Items[int], now: float) -> TokenEvents:
         """Decode rows came back, each with a token. Gives their events, and leaves those of chunks to be set.
@@ -92,24 +86,3 @@ class RowLander(RowPlanner):
         if reason is not None:
             self._end(sequence, reason, now)
         return TokenEvent(sequence.request_id, token, source, row, reason, stop_token_id)
-
-    def _end_early(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        self._end(sequence, reason, now, early=True)
-        self._events.append(TokenEvent(sequence.request_id, None, finish_reason=reason))
-
-    def _end(self, sequence: Sequence, reason: FinishReason, now: float, *, early: bool = False) -> None:
-        """The one way out of being live, from any state."""
-        sequence.finish_reason = reason
-        del self._live[sequence.request_id]
-        self._deadlines.remove(sequence)
-        if not self._waiting.remove(sequence) and sequence.slot != NO_SLOT:
-            self._vacate(sequence)
-        self._release_pages(sequence)
-        self._free_host_pages(sequence)
-        self._leave(sequence)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._lengths.observe(len(sequence.output_token_ids))
-        self.counters.count_end(reason)
-        self._departures.observe(now, sequence.max_total_tokens)
-        if self._trace:
-            self._trace.ended(sequence, now, early=early)

@@ -4,7 +4,7 @@ It is a pure function of (state, events, clock). It never reads a clock, draws a
 logs or touches a device; every instant comes in as `now`. The same calls give the same plans, in serving,
 in simulation and in replay.
 
-    scheduler.add(request, now)              an arrival is placed, queued or refused at once
+    scheduler.add(request, now)              an arrival is placed, queued or refused at once (`Lifecycle`)
     plan = scheduler.schedule(now)           one iteration, as data
     ...                                      the device runs it
     events = scheduler.update(plan, result, now)
@@ -30,7 +30,8 @@ Order of one iteration
    pass the queue. Under `priority_preemption` it also passes a front of lower class, and without a free
    slot it takes a lower class's, if the victim's place in the queue exists and pages for it are free.
 3. Else it is queued, displaces a queued request of lower class where that is allowed, or is refused with
-   a reason: the bounds of the queue hold for every arrival.
+   a reason: the bounds of the queue hold for every arrival. Arrivals that come in one call are all taken or
+   all refused, and before it is sure which, nobody loses a place to them.
 4. Under a reservation that grows, every decode row that begins a page is promised one first; where there
    is none, a victim gives up its pages. In an iteration with a preemption nobody is promoted.
 5. The queue's front is promoted while slots are free and the reservation finds pages. Nobody in the
@@ -72,15 +73,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.core import FinishReason, Rejection, Request
-from jaxserve.scheduler.admission import Gate, queue_full
-from jaxserve.scheduler.plan import StepPlan, StepResult, TokenEvent
+from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.scheduler.prompt_choice import PromptChoice
 from jaxserve.scheduler.row_lander import RowLander
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight
 from jaxserve.scheduler.token_events import TokenEvents
 from jaxserve.scheduler.trace import TraceRecorder
+from jaxserve.scheduler.waits_for import WaitsFor
 
 
 class Scheduler(RowLander):
@@ -94,76 +94,16 @@ class Scheduler(RowLander):
 
     def __init__(self, config: SchedulerConfig, trace: Callable[[dict[str, Any]], None] | None = None) -> None:
         super().__init__(config)
-        self._gate = Gate(config, self._reservation, self._departures, self._step_time)
         self._prompts = PromptChoice(config, self._step_time, self._num_slots_held)
         self._updated_at = -math.inf
         if trace:
             self._trace = TraceRecorder(self, trace)
-
-    # Arrivals and aborts
-
-    def add(self, request: Request, now: float) -> Rejection | None:
-        """Places, queues or refuses an arrival.
-
-        Returns:
-          None when it was accepted. A refused request leaves no trace but its count.
-
-        Raises:
-          ValueError: its prompt is empty.
-        """
-        if not request.prompt_token_ids:
-            raise ValueError(f"prompt of {request.request_id} has 0 tokens; it must have at least 1")
-        sequence = Sequence(request, self._num_arrivals, now)
-        self._num_arrivals += 1
-        self.counters.offered += 1
-        rejection = self._gate.refusal(
-            request,
-            is_live=request.request_id in self._live,
-            num_waiting=len(self._waiting),
-            has_free_slot=bool(self._slots.num_free),
-            now=now,
-        )
-        if rejection is None:
-            self._enter(sequence)
-            if not self._place(sequence):
-                rejection = self._enqueue(sequence, now)
-            if rejection is not None:
-                self._leave(sequence)
-        if rejection is not None:
-            self.counters.count_rejection(rejection.reason)
-        else:
-            self._live[request.request_id] = sequence
-            if request.deadline_at is not None:
-                self._deadlines.push((request.deadline_at, sequence.arrival), sequence)
-        if self._trace:
-            self._trace.added(sequence, now, rejection)
-        return rejection
-
-    def abort(self, request_id: str, now: float, reason: str = FinishReason.ABORT) -> bool:
-        """Ends a live request at any stage; its event is in `take_events`.
-
-        Args:
-          reason: ABORT; STOP when a stop string was found, a completion; ERROR when it failed.
-
-        Returns:
-          False when no live request has this id.
-        """
-        sequence = self._live.get(request_id)
-        if sequence is None:
-            return False
-        self._end_early(sequence, FinishReason(reason), now)
-        return True
 
     def reset_prefix_cache(self, now: float) -> None:
         """Forgets what every page holds: nothing that ran before is shared with what comes."""
         self._pages.drop_cache()
         if self._trace:
             self._trace.cache_reset(now)
-
-    def take_events(self) -> list[TokenEvent]:
-        """Ends since the last call that happened outside `update`: aborts and expiries, in order."""
-        events, self._events = self._events, []
-        return events
 
     # One iteration
 
@@ -178,10 +118,15 @@ class Scheduler(RowLander):
             f"{len(self._in_flight)} plans are in flight; the limit is {self.config.max_steps_ahead} (max_steps_ahead)"
         )
         self._expire(now)
+        num_preempted = len(self._preempted)
+        plan = self._plan(now)
+        if self._trace and plan.empty and len(self._preempted) > num_preempted:
+            self._trace.starved(now)
+        return plan
+
+    def _plan(self, now: float) -> StepPlan:
         starved = self._secure_pages() if self._reservation.grows else ()
-        # What a preemption gave back is for those that run.
-        if not self._preempted or not self._running:
-            self._promote(now)
+        waits_for = self._promote(now)
         if not self._running:
             return StepPlan(self._num_plans)
         placements, pages = self._new_placements()
@@ -203,7 +148,9 @@ class Scheduler(RowLander):
             swaps=tuple(self._swaps),
         )
         if not plan.empty:
-            self._in_flight.append(Flight(plan, now, decoding, [sequence for sequence, _ in chosen], last_rows))
+            self._in_flight.append(
+                Flight(plan, now, decoding, [sequence for sequence, _ in chosen], last_rows, waits_for)
+            )
             self._preempted = []
             self._swaps = []
             self._num_plans += 1
@@ -233,7 +180,7 @@ class Scheduler(RowLander):
         events = self._land_decode(flight, result.decode_tokens, now)
         events.prefill = self._land_prefill(flight, result.prefill_tokens, now)
         if self._trace:
-            self._trace.iteration(plan, flight.now, bucket)
+            self._trace.iteration(flight, bucket)
         return events
 
     def flush_trace(self) -> None:
@@ -241,67 +188,38 @@ class Scheduler(RowLander):
         if self._trace:
             self._trace.flush()
 
-    # Placing
+    # Promotion and pages
 
-    def _place(self, sequence: Sequence) -> bool:
-        """Gives an arrival a slot, a free one or a lower class's; changes nothing when it cannot."""
-        if not self._batching.refills or self._class_is_full(sequence.request.service_class):
-            return False
-        if self._waiting.is_beyond_bound:
-            return False
-        if self._slots.num_free:
-            if not self._may_take_free_slot(sequence) or not self._reserve(sequence):
-                return False
-        else:
-            if not self.config.priority_preemption:
-                return False
-            victim = self._victims.for_slot(sequence, self._running.values())
-            # Without pages for the newcomer or a place for the victim it is not disturbed.
-            if victim is None or self._waiting.refusal(victim) or not self._reserve(sequence, victim):
-                return False
-            self._preempt(victim)
-        self._occupy(sequence)
-        return True
+    def _promote(self, now: float) -> WaitsFor | None:
+        """Gives free slots to the queue's front for as long as it fits.
 
-    def _may_take_free_slot(self, sequence: Sequence) -> bool:
-        if self.config.arrivals_claim_slots or self._waiting.would_lead(sequence):
-            return True
-        # Whom it could preempt the moment after, it need not let pass first.
-        front = self._waiting.front()
-        outranks = front is not None and front.request.priority > sequence.request.priority
-        return outranks and self.config.priority_preemption
-
-    def _enqueue(self, sequence: Sequence, now: float) -> Rejection | None:
-        waiting = self._waiting
-        reason = waiting.refusal(sequence)
-        if reason is not None and (displaced := waiting.displaceable(sequence)) is not None:
-            self._end_early(displaced, FinishReason.DISPLACED, now)
-            reason = None
-        if reason is None:
-            waiting.push(sequence)
+        Returns:
+          What the front waits for then; None when nobody waits.
+        """
+        if not len(self._waiting):
             return None
-        excess = max(waiting.num_tokens + sequence.max_total_tokens - self.config.max_queue_tokens, 0)
-        retry_after_s = self._departures.seconds_until(max(len(waiting), 1), excess, now)
-        return queue_full(self.config, waiting, sequence, reason, retry_after_s)
-
-    def _promote(self, now: float) -> None:
+        if not self._slots.num_free:
+            return WaitsFor.SLOT
+        if self._preempted and self._running:
+            return WaitsFor.PREEMPTION  # what was given back is for those that run
         front = self._waiting.front()
-        if front is None:
-            return
         num_busy = len(self._live) - len(self._waiting)
-        if not self._batching.may_fill(num_busy, len(self._waiting), now - front.arrived_at):
-            return
-        while self._slots.num_free:
-            front = self._waiting.front()
-            if front is None or not front.resumable:
-                return
+        if front is not None and not self._batching.may_fill(num_busy, len(self._waiting), now - front.arrived_at):
+            return WaitsFor.BATCH
+        while front is not None:
+            if not self._slots.num_free:
+                return WaitsFor.SLOT
+            if not front.resumable:
+                return WaitsFor.STEP
             if not self._reserve(front):
                 # A paused one needs no page it does not have, and its end brings the front nearer to its own.
                 front = self._waiting.paused()
                 if front is None or not front.resumable or not self._reserve(front):
-                    return
+                    return WaitsFor.PAGES
             self._waiting.remove(front)
             self._occupy(front)
+            front = self._waiting.front()
+        return WaitsFor.CLASS if len(self._waiting) else None
 
     def _secure_pages(self) -> list[Sequence]:
         """Finds a page for every decode row that needs a new one, at other requests' expense if it must.
@@ -328,7 +246,3 @@ class Scheduler(RowLander):
                 if victim is None or victim is sequence:
                     break
         return starved
-
-    def _expire(self, now: float) -> None:
-        while (front := self._deadlines.front()) and front[0][0] <= now:
-            self._end_early(front[1], FinishReason.EXPIRED, now)

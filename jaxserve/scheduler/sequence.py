@@ -31,6 +31,7 @@ class Sequence:
       num_promised_pages: pages it does not hold yet and will find free (see `reservations`).
       num_in_flight: plans not yet updated that carry a row of it.
       num_preemptions: times it lost its slot.
+      num_setbacks: these, and arrivals of higher class that took a free slot while it was the queue's front.
       num_prefill_tokens: tokens that come in chunks: the prompt, and after a recompute the outputs it had.
       num_outputs_at_start: output tokens it had when it took its slot.
       num_cached_tokens: tokens found in the prefix cache when it took its first slot.
@@ -53,6 +54,7 @@ class Sequence:
     num_promised_pages: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
+    num_setbacks: int = 0
     num_outputs_at_start: int = 0
     num_cached_tokens: int = 0
     restarted: bool = False

@@ -28,6 +28,7 @@ from jaxserve.scheduler.slots import SlotPool
 from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.scheduler.victims import VictimChoice
 from jaxserve.scheduler.waiting_queue import WaitingQueue
+from jaxserve.scheduler.waits_for import WaitsFor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Flight:
     """A plan not yet updated, and the sequences of its rows: an id may be reused meanwhile, these not.
 
     `last_rows` are the decode rows, ascending, that were the last ones of their sequences.
+    `waits_for`: what the queue's front lacked when the plan was made; None when nobody waited.
     """
 
     plan: StepPlan
@@ -42,6 +44,7 @@ class Flight:
     decode: list[Sequence]
     prefill: list[Sequence]
     last_rows: list[int]
+    waits_for: WaitsFor | None
 
 
 class SchedulerState:
@@ -270,6 +273,7 @@ class SchedulerState:
         """Sends a sequence from its slot to the queue, with its pages, a copy of them on the host, or none."""
         self._vacate(victim)
         victim.num_preemptions += 1
+        victim.num_setbacks += 1
         self.counters.preemptions += 1
         self._preempted.append(victim.request_id)
         mode = self._preemption.mode_for(victim)

@@ -15,6 +15,7 @@ holds lengths, never tokens or texts. Keys:
 | queue, active | ids after the iteration: waiting, and holding a slot, in promotion order |
 | unused_budget | token budget less tokens |
 | pages_free, pages_cached, pages_owned | after the iteration |
+| front_waits_for | what the queue's front lacked when the plan was made (`WaitsFor`); None when nobody waited |
 | bucket | the compiled shape it ran in; None in simulation |
 | in_flight | instants of the plans made and not yet updated, oldest first, once this one is updated |
 | updated_at | instant of the update |
@@ -25,11 +26,13 @@ Between iterations events may pile up: on an idle engine, or one that refuses ma
 them, and at a flush, comes a record of `kind` "events": `events`, `in_flight` and the lists of ids that
 ended or were rejected since the record before, and nothing of a plan. An iteration's record has no `kind`.
 
-An event has `kind` ("add", "abort", "expire", "reset_prefix_cache"), `id` (empty for a reset), `now` and
-`step`, the pair (plans made, plans updated) when it came: with steps in flight this places it exactly. An
-"add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`, `deadline_at` and
-`outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one with reason "displaced"
-is the work of the "add" that follows it, not a call of its own.
+An event has `kind` ("add", "abort", "expire", "starve", "reset_prefix_cache"), `id` (empty where it is of no
+one request), `now` and `step`, the pair (plans made, plans updated) when it came: with steps in flight this
+places it exactly. An "add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`,
+`deadline_at` and `outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one with reason
+"displaced" is the work of the "add" that follows it, not a call of its own. Of several arrivals of one call the
+first has `together`, their number; the others follow it at once, in the same record. A "starve" is a call of `schedule`
+that took slots for want of pages and made no plan, as all that kept a slot lacked a page too.
 
 With a prefix cache three keys more say which pages are alike, by numbers (`page_ordinals`): `pages` of an
 "add", the numbers of its prompt's full pages; `named` of an iteration, [id, numbers] pairs, and of an event
@@ -40,8 +43,9 @@ Calls in their order
 --------------------
 Plan k was made at its record's `now`, which `in_flight` of records before may already tell; it was made
 before whatever has a `step` of more than k plans, and before the update whose record counts it in flight.
-An "expire" happened when `schedule` began, whether or not that call made a plan. A call without a plan and
-without expiries changed nothing, unless it took slots from requests that lack pages (`preempted_next`).
+An "expire" happened when `schedule` began, whether or not that call made a plan. A "starve" is such a call
+itself; expiries right before it may be of the same call. Any other call without a plan and without expiries
+changed nothing.
 In an iteration's `completed` the ids aborted with reason "stop" come first, in the order of their events;
 the others ended in the update itself.
 """
@@ -51,6 +55,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
@@ -64,10 +69,11 @@ from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
     from jaxserve.scheduler.scheduler import Scheduler
+    from jaxserve.scheduler.state import Flight
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_EVENTS = 256
-"""Most events kept until the next record."""
+"""So many events without an iteration make a record; what came of one call is in one record all the same."""
 
 _LISTS = {
     FinishReason.STOP: "completed",
@@ -95,18 +101,25 @@ class TraceRecorder:
         self._ordinals = PageOrdinals(scheduler) if scheduler.config.enable_prefix_caching else None
         self._clear()
 
-    def added(self, sequence: Sequence, now: float, rejection: Rejection | None) -> None:
-        """An arrival was placed, queued or refused."""
+    def added(self, sequences: Items[Sequence], now: float, rejection: Rejection | None) -> None:
+        """Arrivals of one call were placed or queued, or refused."""
+        for index, sequence in enumerate(sequences):
+            self._added(sequence, now, rejection, len(sequences) if index == 0 else 1)
+        self._flush_if_full()
+
+    def _added(self, sequence: Sequence, now: float, rejection: Rejection | None, num_together: int) -> None:
         request = sequence.request
         if rejection is not None:
             self._ids["rejected"].append(request.request_id)
             outcome = rejection.reason
         else:
             outcome = "queue" if sequence.slot == NO_SLOT else "slot"
-        sharing = {}
+        details: dict[str, Any] = {}
         if self._ordinals and rejection is None:
-            scores = request.params.prompt_logprobs is not None
-            sharing = {"scores": scores, "pages": self._ordinals.of_prompt(sequence)}
+            details["scores"] = request.params.prompt_logprobs is not None
+            details["pages"] = self._ordinals.new_of(sequence)
+        if num_together > 1:
+            details["together"] = num_together
         self._event(
             "add",
             request.request_id,
@@ -118,12 +131,18 @@ class TraceRecorder:
             service_class=request.service_class,
             deadline_at=request.deadline_at,
             outcome=outcome,
-            **sharing,
+            **details,
         )
 
     def cache_reset(self, now: float) -> None:
         """The prefix cache was emptied."""
         self._event("reset_prefix_cache", "", now)
+        self._flush_if_full()
+
+    def starved(self, now: float) -> None:
+        """A call of `schedule` took slots and made no plan."""
+        self._event("starve", "", now)
+        self._flush_if_full()
 
     def ended(self, sequence: Sequence, now: float, *, early: bool) -> None:
         """A live request ended; `early`: by its deadline or by a call of `abort`, not by a token."""
@@ -139,15 +158,18 @@ class TraceRecorder:
             self._event("expire", sequence.request_id, now, **named)
         else:
             self._event("abort", sequence.request_id, now, reason=str(reason), **named)
+        # The arrival that displaced it is to stand in the same record.
+        if reason is not FinishReason.DISPLACED:
+            self._flush_if_full()
 
-    def iteration(self, plan: StepPlan, now: float, bucket: Any) -> None:
+    def iteration(self, flight: Flight, bucket: Any) -> None:
         """A plan was updated: its record is complete."""
-        scheduler = self._scheduler
+        scheduler, plan = self._scheduler, flight.plan
         self._num_updated += 1
         self._sink(
             {
                 "iteration": plan.iteration,
-                "now": now,
+                "now": flight.now,
                 "decode": list(plan.decode.request_ids),
                 "prefill": [[chunk.request_id, len(chunk.token_ids)] for chunk in plan.prefill],
                 "prefill_emitted": [chunk.request_id for chunk in plan.prefill if chunk.emits],
@@ -159,6 +181,7 @@ class TraceRecorder:
                 "pages_free": scheduler.pages_free,
                 "pages_cached": scheduler.pages_cached,
                 "pages_owned": scheduler.pages_owned,
+                "front_waits_for": flight.waits_for and str(flight.waits_for),
                 "bucket": bucket,
                 "in_flight": self._instants_in_flight(),
                 "updated_at": scheduler._updated_at,
@@ -180,6 +203,8 @@ class TraceRecorder:
     def _event(self, kind: str, request_id: str, now: float, **details: Any) -> None:
         step = [self._scheduler.num_plans, self._num_updated]
         self._events.append({"kind": kind, "id": request_id, "now": now, "step": step, **details})
+
+    def _flush_if_full(self) -> None:
         if len(self._events) >= MAX_EVENTS:
             self.flush()
 

@@ -18,6 +18,7 @@ from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.core import FinishReason
 from jaxserve.scheduler.trace import SCHEMA_VERSION
 from jaxserve.scheduler.trace_fields import TraceFields
+from jaxserve.scheduler.waits_for import WaitsFor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,13 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class AddEvent(TraceEvent):
-    """An arrival; `outcome` is "slot", "queue" or the rejection's reason. `scores`: it shares no cached pages."""
+    """An arrival.
+
+    Attributes:
+      outcome: "slot", "queue" or the rejection's reason.
+      scores: it shares no cached pages.
+      num_together: arrivals of one call, of which this is the first; the others follow it and say 1.
+    """
 
     num_prompt_tokens: int
     max_tokens: int
@@ -56,6 +63,7 @@ class AddEvent(TraceEvent):
     deadline_at: float | None
     outcome: str
     scores: bool
+    num_together: int = 1
 
     @property
     def accepted(self) -> bool:
@@ -73,6 +81,11 @@ class AbortEvent(TraceEvent):
 @dataclass(frozen=True, slots=True)
 class ExpireEvent(TraceEvent):
     """A deadline passed; seen when `schedule` began."""
+
+
+@dataclass(frozen=True, slots=True)
+class StarveEvent(TraceEvent):
+    """A call of `schedule` took slots for want of pages and made no plan; it has no request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +131,7 @@ class IterationRecord(EventsRecord):
     pages_free: int
     pages_cached: int
     pages_owned: int
+    front_waits_for: WaitsFor | None
     updated_at: float
     preempted_next: tuple[str, ...]
     named: tuple[tuple[str, tuple[int, ...]], ...]
@@ -216,7 +230,7 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
     common: dict[str, Any] = {
         "line": line.line,
         "data": line.data,
-        "events": tuple(_event(event, num_plans, num_updated) for event in line.events()),
+        "events": _events(line, num_plans, num_updated),
         "in_flight": in_flight,
         **{key: line.ids(key) for key in ("rejected", "completed", "aborted", "expired", "failed")},
     }
@@ -236,10 +250,29 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
         pages_free=line.integer("pages_free", 0),
         pages_cached=line.integer("pages_cached", 0),
         pages_owned=line.integer("pages_owned", 0),
+        front_waits_for=_waits_for(line),
         updated_at=line.instant("updated_at"),
         preempted_next=line.ids("preempted_next"),
         named=line.named() if "named" in line.data else (),
     )
+
+
+def _waits_for(line: TraceFields) -> WaitsFor | None:
+    value = line.data.get("front_waits_for", "")
+    if value is not None and value not in tuple(WaitsFor):
+        line.wrong("front_waits_for", f"null or one of {', '.join(WaitsFor)}")
+    return value and WaitsFor(value)
+
+
+def _events(line: TraceFields, most_plans: int, num_updated: int) -> tuple[TraceEvent, ...]:
+    fields = line.events()
+    events = tuple(_event(event, most_plans, num_updated) for event in fields)
+    for index, event in enumerate(events):
+        if isinstance(event, AddEvent) and event.num_together > 1:
+            others = events[index + 1 : index + event.num_together]
+            if len(others) + 1 < event.num_together or not all(isinstance(other, AddEvent) for other in others):
+                fields[index].wrong("together", "the number of arrivals that stand here one after another, or fewer")
+    return events
 
 
 def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
@@ -260,6 +293,7 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
                 deadline_at=event.instant_or_null("deadline_at"),
                 outcome=event.text("outcome"),
                 scores=event.flag("scores") if "scores" in event.data else False,
+                num_together=event.integer("together", 2) if "together" in event.data else 1,
             )
         case "abort":
             if event.data.get("reason") not in tuple(FinishReason):
@@ -267,6 +301,8 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
             return AbortEvent(*place, FinishReason(event.data["reason"]))
         case "expire":
             return ExpireEvent(*place)
+        case "starve":
+            return StarveEvent(*place)
         case "reset_prefix_cache":
             return ResetEvent(*place)
-    event.wrong("kind", "add, abort, expire or reset_prefix_cache")
+    event.wrong("kind", "add, abort, expire, starve or reset_prefix_cache")

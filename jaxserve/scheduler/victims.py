@@ -28,7 +28,7 @@ class VictimChoice:
 
     Args:
       rule: its name.
-      max_preemptions: one preempted so often is never chosen.
+      max_preemptions: one set back so often is never chosen.
     """
 
     def __init__(self, rule: str, max_preemptions: int) -> None:
@@ -36,8 +36,8 @@ class VictimChoice:
         self._max_preemptions = max_preemptions
 
     def protects(self, sequence: Sequence) -> bool:
-        """It may not be preempted again."""
-        return sequence.num_preemptions >= self._max_preemptions
+        """It may not be set back again."""
+        return sequence.num_setbacks >= self._max_preemptions
 
     def for_slot(self, newcomer: Sequence, running: Iterable[Sequence]) -> Sequence | None:
         """Whose slot a newcomer may take: one of lower class; None when there is none. O(running)."""

@@ -3,7 +3,7 @@
 | name | symptom |
 |---|---|
 | kv_pressure | slots idle while the queue waits for pages |
-| no_refill | slots idle while the queue waits and pages are there |
+| no_refill | slots idle while the queue waits for a whole batch to end |
 | ttft_queueing | the slowest first tokens spent their time in the queue |
 | ttft_prefill | the slowest first tokens spent their time in prefill |
 | itl_decode_batch, itl_prefill, itl_preemption | most requests see a long gap, by what made it long |
@@ -79,18 +79,19 @@ def kv_pressure(summary: TraceSummary) -> Diagnosis | None:
         "Slots are idle while the queue waits for KV pages.",
         figures,
         _PAGE_FLAGS,
-        "Give the pool more pages, or lower max_tokens of the requests: their pages are set aside on admission.",
+        "Give the pool more pages. Under the reservations guaranteed and exact, pages for all of max_tokens are set"
+        " aside on admission: lower it, or promise less by another reservation.",
     )
 
 
 def no_refill(summary: TraceSummary) -> Diagnosis | None:
-    """Slots idle while the queue's front would fit."""
+    """Slots idle because the batching does not fill them."""
     share = summary.not_refilled
     if share is None or share < _SHARE_OF_ITERATIONS:
         return None
     return Diagnosis(
         "no_refill",
-        "Slots are idle while the queue waits, and there are pages for its front.",
+        "Slots are idle while the queue waits for a whole batch to end.",
         {"iterations_not_refilled": share},
         ("batching",),
         "Continuous batching refills before every iteration; other batchings wait for a whole batch to end.",

@@ -14,12 +14,11 @@ Every key but `bucket`, which no scheduler decides, is compared.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.config.policy_config import GROWING_RESERVATIONS
 from jaxserve.core import FinishReason, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult
 from jaxserve.scheduler.trace_reader import (
@@ -29,6 +28,7 @@ from jaxserve.scheduler.trace_reader import (
     ExpireEvent,
     IterationRecord,
     ResetEvent,
+    StarveEvent,
     TraceEvent,
     TraceReader,
 )
@@ -125,12 +125,11 @@ class Replayer:
         self, config: SchedulerConfig, tokens: DummyTokens, sink: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
         self._tokens = tokens
-        self._pages_may_lack = config.reservation in GROWING_RESERVATIONS
-        self._latest = float("-inf")  # instant of a call so far
         self._scheduler = Scheduler(config, trace=self._take)
         self._sink = sink
         self._replayed: deque[dict[str, Any]] = deque()  # records not compared yet
         self._expired: deque[str] = deque()  # by calls made, not seen among the events yet
+        self._num_starved = 0  # calls made that took slots and gave no plan, not seen among the events yet
         self._in_flight: deque[StepPlan] = deque()
         self._num_updated = 0
         self.landed = StepPlan(0)
@@ -143,10 +142,10 @@ class Replayer:
     def feed(self, record: EventsRecord) -> Difference | None:
         """Repeats the calls that a record tells of and compares; nothing may be fed after a difference."""
         instants = (record.now, *record.in_flight) if isinstance(record, IterationRecord) else record.in_flight
-        for event in record.events:
-            if not self._plan_until(event.num_plans, instants):
+        for call in _calls(record.events):
+            if not self._plan_until(call[0].num_plans, instants):
                 return self._no_plan(record)
-            self._repeat(event)
+            self._repeat(call)
         if not self._plan_until(self._num_updated + len(instants), instants):
             return self._no_plan(record)
         if isinstance(record, IterationRecord):
@@ -157,23 +156,32 @@ class Replayer:
         difference = _first_difference(record.data, replayed)
         return difference and Difference(record.line, record.data.get("iteration"), *difference)
 
+    @property
+    def _is_full(self) -> bool:
+        """As many steps are in flight as there may be."""
+        return len(self._in_flight) > self._scheduler.config.max_steps_ahead
+
     def _plan_until(self, count: int, instants: tuple[float, ...]) -> bool:
         """Makes plans up to `count`; `instants` begins with the oldest one not updated. False: nothing to plan."""
         return all(self._plan(instants[number - self._num_updated]) for number in range(self.num_plans, count))
 
     def _plan(self, now: float) -> bool:
-        self._latest = max(self._latest, now)
+        if self._is_full:  # only a damaged trace asks for more
+            return False
+        preemptions = self._scheduler.counters.preemptions
         plan = self._scheduler.schedule(now)
+        self._num_starved += plan.empty and self._scheduler.counters.preemptions > preemptions
         self._expired += [event.request_id for event in self._scheduler.take_events()]
         if not plan.empty:
             self._in_flight.append(plan)
         return not plan.empty
 
-    def _repeat(self, event: TraceEvent) -> None:
-        self._latest = max(self._latest, event.now)
+    def _repeat(self, call: tuple[TraceEvent, ...]) -> None:
+        event = call[0]
         match event:
             case AddEvent():
-                self._scheduler.add(_request(event, self._tokens), event.now)
+                requests = [_request(each, self._tokens) for each in call if isinstance(each, AddEvent)]
+                self._scheduler.add_all(requests, event.now)
                 self._scheduler.take_events()
             case AbortEvent() if event.reason is not FinishReason.DISPLACED:
                 self._scheduler.abort(event.request_id, event.now, event.reason)
@@ -186,11 +194,12 @@ class Replayer:
                     self._plan(event.now)
                 if self._expired:
                     self._expired.popleft()
+            case StarveEvent():
+                if not self._num_starved:
+                    self._plan(event.now)
+                self._num_starved = max(self._num_starved - 1, 0)
 
     def _update(self, record: IterationRecord) -> None:
-        if self._pages_may_lack and list(record.preempted_next) != self._scheduler._preempted:
-            # A call without a plan took slots away: all that ran lacked a page. No deadline passed in it.
-            self._plan(self._latest)
         plan = self.landed = self._in_flight.popleft()
         ending = frozenset(record.completed_in_update)
         ends = [
@@ -210,7 +219,18 @@ class Replayer:
     def _no_plan(self, record: EventsRecord) -> Difference:
         number = self.num_plans
         planned = f"plan {number}" if number != record.data.get("iteration") else "a plan"
-        return Difference(record.line, record.data.get("iteration"), "plan", planned, "none: no request holds a slot")
+        why = "as many steps are in flight as there may be" if self._is_full else "no request holds a slot"
+        return Difference(record.line, record.data.get("iteration"), "plan", planned, f"none: {why}")
+
+
+def _calls(events: tuple[TraceEvent, ...]) -> Iterator[tuple[TraceEvent, ...]]:
+    """The events by the call they came of: arrivals of one call together, every other alone."""
+    first = 0
+    while first < len(events):
+        event = events[first]
+        count = event.num_together if isinstance(event, AddEvent) else 1
+        yield events[first : first + count]
+        first += count
 
 
 def _request(event: AddEvent, tokens: DummyTokens) -> Request:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.config.policy_config import GROWING_RESERVATIONS
 from jaxserve.core import FinishReason
 from jaxserve.scheduler.trace_reader import (
     AbortEvent,
@@ -20,6 +21,7 @@ from jaxserve.scheduler.trace_reader import (
     IterationRecord,
     TraceReader,
 )
+from jaxserve.scheduler.waits_for import WaitsFor
 from jaxserve.sim.iteration_cost import CostFit, IterationCost
 from jaxserve.sim.iteration_spans import Span, Spans
 from jaxserve.sim.spread import Spread, spread_of
@@ -45,7 +47,6 @@ class _Request:
     """A live request, and its longest gap with what went on in it."""
 
     event: AddEvent
-    reserved_pages: int
     first_scheduled_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float = 0.0
@@ -83,10 +84,8 @@ class Summarizer:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._limited_classes = {each.name for each in config.service_classes if each.max_slots is not None}
         self._spans = Spans()
         self._live: dict[str, _Request] = {}
-        self._reserved_pages = 0
         self._sums = _Sums()
         self._fit = CostFit()
 
@@ -141,8 +140,7 @@ class Summarizer:
                 continue
             sums.offered += 1
             if event.accepted:
-                pages = -(-(event.num_prompt_tokens + event.max_tokens) // self._config.page_size)
-                self._live[event.request_id] = _Request(event, pages)
+                self._live[event.request_id] = _Request(event)
             else:
                 self._reject(event.outcome)
         for kind in _ENDS:
@@ -166,8 +164,7 @@ class Summarizer:
             request = self._of(request_id, record)
             if request and request.first_scheduled_at is None:
                 request.first_scheduled_at = record.now
-                self._reserved_pages += request.reserved_pages
-        self._look_for_idle_slots(record)
+        self._count_idle_slots(record.front_waits_for)
         for request_id in (*record.decode, *record.prefill_emitted):
             if request := self._of(request_id, record):
                 self._token(request, span.ended_at, len(record.decode), num_prefill)
@@ -192,22 +189,12 @@ class Summarizer:
             request.stall = max(request.stall, _Stall(gap, request.preempted, num_rows, num_prefill))
         request.last_token_at, request.preempted = now, False
 
-    def _look_for_idle_slots(self, record: IterationRecord) -> None:
+    def _count_idle_slots(self, waits_for: WaitsFor | None) -> None:
         """Counts an iteration that left a slot idle while somebody waited, by why."""
-        config = self._config
-        # With budget and chunk places to spare every holder of a slot has a row.
-        every_holder_has_a_row = record.unused_budget > 0 and len(record.prefill) < config.max_prefill_seqs
-        rows = {*record.decode, *(request_id for request_id, _ in record.prefill)}
-        waiting = (self._of(request_id, record) for request_id in record.queue if request_id not in rows)
-        # Left out: those that came after the plan, and those whose class may hold no more slots.
-        front = next((r for r in waiting if r and r.event.service_class not in self._limited_classes), None)
-        if front is None or not every_holder_has_a_row or len(rows) >= config.max_num_seqs:
-            return
-        needed = 0 if front.first_scheduled_at is not None else front.reserved_pages
-        # Other reservations than `guaranteed` set aside what the trace does not tell; all refill when they can.
-        fits = config.reservation == "guaranteed" and self._reserved_pages + needed <= config.num_pages - 1
-        self._sums.num_not_refilled += fits
-        self._sums.num_blocked += not fits
+        # Where pages are promised one by one, it is for want of them that slots are taken away and left empty.
+        for_pages = waits_for is WaitsFor.PREEMPTION and self._config.reservation in GROWING_RESERVATIONS
+        self._sums.num_blocked += for_pages or waits_for is WaitsFor.PAGES
+        self._sums.num_not_refilled += waits_for is WaitsFor.BATCH
 
     def _leave(self, request_id: str, completed_at: float | None) -> None:
         request = self._live.pop(request_id, None)
@@ -219,7 +206,6 @@ class Summarizer:
             self._sums.outputs.append(request.num_tokens)
 
     def _close(self, request: _Request) -> None:
-        self._reserved_pages -= request.reserved_pages if request.first_scheduled_at is not None else 0
         if request.num_tokens > 1:
             self._sums.stalls.append(request.stall)
 

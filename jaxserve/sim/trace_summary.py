@@ -35,8 +35,9 @@ class TraceSummary:
         by what made it long.
       decode_rows, prefill_tokens: of the iterations that have any.
       cost: of an iteration, fitted.
-      blocked_on_pages: share of iterations with an idle slot while the queue's front lacked pages.
-      not_refilled: share of iterations with an idle slot while the queue's front had pages enough.
+      blocked_on_pages: share of iterations with an idle slot while the queue's front lacked pages, or while
+        nobody was promoted because pages had been taken from others.
+      not_refilled: share of iterations with an idle slot while the batching waited for a batch to end.
       waiting, kv_usage: at the time of asking a server.
     """
 

@@ -90,8 +90,8 @@ def served(tiny_model_dir, tmp_path):
 def test_a_servers_run_with_aborts_deadlines_refusals_and_preemption_replays(served):
     engine, path = served
 
-    def submit(name, prompt, max_tokens, **terms):
-        prompt_token_ids, params = [5] * prompt, greedy(max_tokens)
+    def submit(name, prompt, max_tokens, n=1, **terms):
+        prompt_token_ids, params = [5] * prompt, greedy(max_tokens, n=n)
         return engine.submit(prompt_token_ids=prompt_token_ids, params=params, request_id=name, terms=Terms(**terms))
 
     async def drive():
@@ -102,6 +102,8 @@ def test_a_servers_run_with_aborts_deadlines_refusals_and_preemption_replays(ser
         streams.append(submit("last", 40, 40, priority=10))
         with pytest.raises(RejectedError):
             submit("refused", 40, 40, priority=10)
+        with pytest.raises(RejectedError):
+            submit("too_many", 9, 9, n=2, priority=-20)
         await asyncio.sleep(1.1)
         engine.engine.gate.set()
         async for _ in streams[0]:

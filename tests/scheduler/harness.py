@@ -161,6 +161,31 @@ class Harness:
         self.scheduler.check_invariants()
         return answers
 
+    def add_all(self, requests: list[Request]) -> Rejection | None:
+        """Adds requests in one call; when they are refused, nobody may have lost anything to them."""
+        before = self._places()
+        rejection = self.scheduler.add_all(requests, self.now)
+        self._take(self.scheduler.take_events())
+        if rejection is None:
+            for request in requests:
+                self.outputs[request.request_id] = []
+                self.ends.pop(request.request_id, None)
+                assert request.request_id in self.scheduler.live_ids
+        else:
+            assert self._places() == before, f"{[request.request_id for request in requests]} were refused at a price"
+        self.scheduler.check_invariants()
+        return rejection
+
+    def _places(self) -> tuple[Any, ...]:
+        """Who is where, and what has been lost and found so far."""
+        scheduler = self.scheduler
+        counters = scheduler.counters
+        return (
+            (scheduler.live_ids, scheduler.active_ids, scheduler.waiting_ids, scheduler.num_waiting_tokens),
+            (scheduler.pages_free, scheduler.pages_cached, scheduler.pages_owned, scheduler._reservation.num_promised),
+            (counters.preemptions, counters.cached_tokens, counters.rejected.get("displaced", 0), dict(self.ends)),
+        )
+
     def abort(self, request_id: str, **reason: Any) -> bool:
         """Aborts and takes in the event."""
         ended = self.scheduler.abort(request_id, self.now, **reason)
@@ -173,6 +198,14 @@ class Harness:
 
         With nothing to plan the oldest plan in flight is taken in.
         """
+        plan = self.plan()
+        self._land_until(self._lag if not plan.empty else max(len(self._in_flight) - 1, 0))
+        self.now += 1.0
+        return plan
+
+    def plan(self) -> StepPlan:
+        """Plans an iteration and takes in no result but those it must have; time stands still."""
+        self._land_until(self._lag)
         plan = self.scheduler.schedule(self.now)
         self._take(self.scheduler.take_events())
         self._check_plan(plan)
@@ -180,10 +213,6 @@ class Harness:
         if not plan.empty:
             self.plans.append(plan)
             self._in_flight.append((plan, self._device.run(plan, self._content)))
-        keep = self._lag if not plan.empty else max(len(self._in_flight) - 1, 0)
-        while len(self._in_flight) > keep:
-            self._land(*self._in_flight.popleft())
-        self.now += 1.0
         return plan
 
     def run(self, limit: int = 10_000) -> None:
@@ -205,6 +234,11 @@ class Harness:
             token = prompt[at] if at < len(prompt) else self._sample(request_id, at)
             chain.append((hash((chain[-1] if chain else 0, token)), token))
         return (shares, *chain[position])
+
+    def _land_until(self, count: int) -> None:
+        """Takes in the oldest results until `count` plans are in flight."""
+        while len(self._in_flight) > count:
+            self._land(*self._in_flight.popleft())
 
     def _land(self, plan: StepPlan, result: StepResult) -> None:
         events = self.scheduler.update(plan, result, self.now)

@@ -14,7 +14,7 @@ from jaxserve.scheduler.trace import MAX_EVENTS
 from tests.scheduler.harness import Harness, make_config, make_request
 
 DECISIONS = {"iteration", "now", "decode", "prefill", "prefill_emitted", "preempted", "unused_budget", "bucket"}
-DECISIONS |= {"in_flight", "updated_at"}
+DECISIONS |= {"in_flight", "updated_at", "front_waits_for"}
 OUTCOMES = {"rejected", "completed", "aborted", "queue", "active", "pages_free", "pages_cached", "pages_owned"}
 
 

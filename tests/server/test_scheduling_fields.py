@@ -7,10 +7,10 @@ import grpc
 import pytest
 
 from jaxserve.config.service_class import ServiceClass, read_service_classes
-from jaxserve.core import Terms
+from jaxserve.core import SamplingParams, Terms
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
-from tests.server.running import RunningServer, error_of, events_of, until
+from tests.server.running import RunningServer, error_of, events_of, metric_samples, until
 
 BODY = {"prompt": "The sea", "max_tokens": 4, "ignore_eos": True, "temperature": 0}
 
@@ -100,6 +100,31 @@ def test_a_class_gives_its_requests_their_priority(class_server):
             'requests_rejected_total{engine="0",model_name="tiny",reason="displaced"} 1.0'
             in client.get("/metrics").text
         )
+    until(lambda: engine.clean, 2, "idle-clean")
+
+
+def test_choices_that_do_not_all_fit_displace_nobody(class_server):
+    engine = class_server.engine.engine
+    engine.gate.clear()
+
+    def submit(name, service_class):
+        params, terms = SamplingParams(max_tokens=4), Terms(service_class=service_class)
+        return class_server.engine.submit(prompt_token_ids=[1, 2], params=params, request_id=name, terms=terms)
+
+    wanted = {"runs": "chat", "low": "bulk", "equal": "chat"}
+    streams = [class_server.call(lambda item=item: submit(*item)) for item in wanted.items()]
+    with class_server.client() as client:
+        before = dict(metric_samples(client.get("/metrics").text))
+        error = error_of(client.post("/v1/completions", json=BODY | {"n": 2, "service_class": "chat"}), 429)
+        assert error["code"] == "queue_full_requests" and "2 requests wait and 2 come together" in error["message"]
+        after = dict(metric_samples(client.get("/metrics").text))
+    assert engine.scheduler.live_ids == list(wanted)
+    rejected = 'jaxserve:requests_rejected_total{engine="0",model_name="tiny",reason="queue_full_requests"}'
+    assert after[rejected] == before.get(rejected, 0) + 2
+    counters = {name for name in after if name.startswith("jaxserve:") and "_total" in name}
+    assert {name for name in counters if after[name] != before.get(name)} == {rejected}
+    class_server.call(lambda: [stream.cancel() for stream in streams])
+    engine.gate.set()
     until(lambda: engine.clean, 2, "idle-clean")
 
 

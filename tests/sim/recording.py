@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.core import FinishReason, Priority, SamplingParams
+from jaxserve.core import FinishReason, Priority, Request, SamplingParams
 from jaxserve.scheduler import TraceWriter
 from tests.scheduler.harness import STOP_ID, Harness, make_request
 from tests.scheduler.test_random_runs import draw_config, with_swaps
@@ -42,33 +42,62 @@ def random_config(draw: random.Random) -> SchedulerConfig:
     )
 
 
-def random_run(seed: int, lag: int, moves: int = 60, *, sharing: bool = False, swaps: bool = True) -> Harness:
+LACKING_PAGES: dict[str, Any] = {
+    "reservation": "optimistic",
+    "preemption": "recompute",
+    "num_host_pages": 0,
+    "batching": "continuous",
+    "page_size": 1,
+    "num_pages": 36,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 12,
+    "max_queue_requests": 6,
+    "max_queue_tokens": 1000,
+    "itl_target_s": None,
+}
+"""Settings of runs in which, with steps in flight, all that hold a slot often lack a page."""
+
+
+def events_of(harness: Harness, kind: str) -> list[dict[str, Any]]:
+    """The events of a kind in a run's records."""
+    return [event for record in harness.records for event in record["events"] if event["kind"] == kind]
+
+
+def random_run(seed: int, lag: int, moves: int = 60, *, swaps: bool = True, **changes: Any) -> Harness:
     """A run with aborts, stop strings, stop ids, deadlines, refusals, reused ids, jumps of time and flushes.
 
-    `sharing`: with a prefix cache, which other runs have at random. `swaps`: half of the runs swap.
+    `swaps`: half of the runs swap. `changes`: settings that are not left to chance.
     """
     draw = random.Random(seed)
     config = with_swaps(random_config(draw), seed) if swaps else random_config(draw)
-    harness = Harness(replace(config, enable_prefix_caching=True) if sharing else config, lag, sample)
+    harness = Harness(replace(config, **changes), lag, sample)
 
-    def add() -> None:
+    def request(request_id: str, priority: int) -> Request:
         deadline_at = harness.now + draw.choice([-1.0, 0.5, 3.0, 7.25]) if draw.random() < 0.4 else None
         prompt_logprobs = draw.choice([None, None, None, 0])
         params = SamplingParams(max_tokens=8, min_tokens=draw.choice([0, 0, 3]), prompt_logprobs=prompt_logprobs)
-        harness.add(
-            make_request(
-                f"r{draw.randrange(40)}",
-                draw.randint(1, 30),
-                draw.choice([0, 1, 2, 5, 9, 40]),
-                params=params,
-                eos_token_ids=(STOP_ID,),
-                priority=draw.choice([Priority.HIGH, Priority.NORMAL, Priority.LOW]),
-                deadline_at=deadline_at,
-                tenant=draw.choice(["", "t1"]),
-                cache_salt=draw.choice(["", "", "salt"]),
-                service_class="bulk" if harness.config.service_classes and draw.random() < 0.3 else "",
-            )
+        return make_request(
+            request_id,
+            draw.randint(1, 30),
+            draw.choice([0, 1, 2, 5, 9, 40]),
+            params=params,
+            eos_token_ids=(STOP_ID,),
+            priority=priority,
+            deadline_at=deadline_at,
+            tenant=draw.choice(["", "t1"]),
+            cache_salt=draw.choice(["", "", "salt"]),
+            service_class="bulk" if harness.config.service_classes and draw.random() < 0.3 else "",
         )
+
+    def draw_priority() -> int:
+        return draw.choice([Priority.HIGH, Priority.NORMAL, Priority.LOW])
+
+    def add() -> None:
+        harness.add(request(f"r{draw.randrange(40)}", draw_priority()))
+
+    def add_all() -> None:
+        priority = draw_priority()
+        harness.add_all([request(f"r{draw.randrange(40)}", priority) for _ in range(draw.randint(2, 4))])
 
     def abort() -> None:
         live = harness.scheduler.live_ids
@@ -81,8 +110,10 @@ def random_run(seed: int, lag: int, moves: int = 60, *, sharing: bool = False, s
     def reset() -> None:
         harness.scheduler.reset_prefix_cache(harness.now)
 
-    possible: list[Callable[[], Any]] = [add, abort, jump, harness.step, harness.scheduler.flush_trace, reset]
-    for move in draw.choices(possible, [16, 4, 2, 16, 2, 1], k=moves):
+    scheduler = harness.scheduler
+    possible: list[Callable[[], Any]] = [add, add_all, abort, jump, harness.step, harness.plan]
+    possible += [scheduler.flush_trace, reset]
+    for move in draw.choices(possible, [14, 2, 4, 2, 16, 4, 2, 1], k=moves):
         move()
     if draw.random() < 0.7:
         harness.run()

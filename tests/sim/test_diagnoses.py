@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.config.flags import flags_of
+from jaxserve.config.policy_config import GROWING_RESERVATIONS, RESERVATIONS
 from jaxserve.core import Priority
 from jaxserve.sim import diagnoses
 from jaxserve.sim.diagnoses import CHECKS, Diagnosis, diagnose
@@ -23,6 +24,8 @@ ROOMY = SchedulerConfig(
     max_num_seqs=16, max_num_batched_tokens=256, prefill_chunk=256, num_pages=4097, max_model_len=4096
 )
 
+Examine = Callable[..., tuple[TraceSummary, dict[str, Diagnosis]]]
+
 
 def every(seconds: float, count: int, prompt: int = 40, output: int = 20, **fields: Any) -> Iterator[Arrival]:
     """`count` alike requests, one each `seconds`."""
@@ -30,19 +33,24 @@ def every(seconds: float, count: int, prompt: int = 40, output: int = 20, **fiel
         yield Arrival(seconds * index, make_request(f"r{index}", prompt, output, **fields))
 
 
+@pytest.fixture(params=RESERVATIONS)
+def reservation(request: pytest.FixtureRequest) -> str:
+    """Each in turn."""
+    return str(request.param)
+
+
 @pytest.fixture
-def examine(tmp_path: Path) -> Callable[..., tuple[TraceSummary, dict[str, Diagnosis]]]:
-    """`examine(arrivals, config, ...)`: runs, and returns summary and diagnoses by name."""
+def examine(tmp_path: Path, reservation: str) -> Examine:
+    """`examine(arrivals, config, ...)`: runs under `reservation`, and returns summary and diagnoses by name."""
+    preemption = "recompute" if reservation in GROWING_RESERVATIONS else "pause"
 
     def examine(arrivals: Iterator[Arrival], config: SchedulerConfig = ROOMY, **settings: Any) -> Any:
         ordered = sorted(arrivals, key=lambda arrival: arrival.at)
+        config = replace(config, reservation=reservation, preemption=preemption)
         summary = summary_of(run(ordered, tmp_path / "t", config, **settings))
         return summary, {diagnosis.name: diagnosis for diagnosis in diagnose(summary)}
 
     return examine
-
-
-Examine = Callable[..., tuple[TraceSummary, dict[str, Diagnosis]]]
 
 
 def test_a_run_with_room_for_all_is_healthy(examine: Examine) -> None:
@@ -89,7 +97,7 @@ def test_bursts_that_fill_many_slots_are_an_oversized_decode_batch(examine: Exam
     config = replace(ROOMY, max_num_seqs=32, max_num_batched_tokens=2048, prefill_chunk=2048)
 
     def arrivals() -> Iterator[Arrival]:
-        for burst in range(10):
+        for burst in range(5):
             for index in range(30):
                 yield Arrival(20.0 * burst, make_request(f"b{burst}.{index}", 8, 10))
             yield Arrival(20.0 * burst + 0.001, make_request(f"lone{burst}", 8, 900))
@@ -130,6 +138,7 @@ def test_lost_slots_are_itl_preemption(examine: Examine) -> None:
 
     summary, found = examine(arrivals(), config)
     assert "itl_preemption" in found and "itl_decode_batch" not in found and "itl_prefill" not in found
+    assert "kv_pressure" not in found and "no_refill" not in found
     assert found["itl_preemption"].figures["preemptions"] == summary.preemptions > 10
     assert "priority_preemption" in found["itl_preemption"].flags
     _, found = examine(arrivals(), replace(config, priority_preemption=False))
@@ -158,6 +167,16 @@ def test_a_small_pool_is_kv_pressure(examine: Examine) -> None:
     assert "num_pages" in found["kv_pressure"].flags and "num_pages" in found["ttft_queueing"].flags
     _, found = examine(every(0.05, 100), replace(config, num_pages=400))
     assert "kv_pressure" not in found
+
+
+def test_pages_that_run_out_under_long_outputs_are_kv_pressure(examine: Examine, reservation: str) -> None:
+    """Each needs 11 pages at its end, of a pool of 40; only `optimistic` lets more in and takes them back."""
+    config = replace(ROOMY, num_pages=41)
+    summary, found = examine(every(0.01, 40, prompt=30, output=140), config)
+    assert "kv_pressure" in found and "no_refill" not in found
+    assert (summary.preemptions > 0) == (reservation == "optimistic")
+    _, found = examine(every(0.01, 40, prompt=30, output=140), replace(config, num_pages=400))
+    assert "kv_pressure" not in found and "no_refill" not in found
 
 
 def test_a_static_batcher_does_not_refill(examine: Examine) -> None:

@@ -20,13 +20,7 @@ from jaxserve.sim.replayer import replay
 from tests.scheduler.harness import Harness, make_config, make_request
 from tests.sim.clocked import Arrival, run
 from tests.sim.recording import random_run, write_trace
-
-REQUIRED = {
-    "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
-    "C": {"name", "pid", "ts", "args"},
-    "i": {"name", "pid", "tid", "ts", "s", "args"},
-    "M": {"name", "pid", "tid", "args"},
-}
+from tests.sim.trace_event_format import violations
 
 
 def export(path: Path) -> list[dict[str, Any]]:
@@ -38,15 +32,9 @@ def export(path: Path) -> list[dict[str, Any]]:
     writer.close()
     document = json.loads(file.getvalue())
     assert set(document) == {"displayTimeUnit", "traceEvents"}
-    for event in document["traceEvents"]:
-        assert set(event) >= REQUIRED[event["ph"]] | {"ph"}, event
-        assert isinstance(event["name"], str) and isinstance(event["pid"], int)
-        if event["ph"] != "M":
-            assert isinstance(event["ts"], int) and event["ts"] >= 0, event
-        if event["ph"] == "X":
-            assert isinstance(event["dur"], int) and event["dur"] >= 0, event
-        if event["ph"] == "C":
-            assert event["args"] and all(type(value) is int and value >= 0 for value in event["args"].values())
+    assert violations(document) == []
+    times = [event[key] for event in document["traceEvents"] for key in ("ts", "dur") if key in event]
+    assert all(isinstance(time, int) for time in times)
     return list(document["traceEvents"])
 
 

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.config.policy_config import GROWING_RESERVATIONS
-from jaxserve.core import FinishReason
+from jaxserve.core import FinishReason, Request
 from jaxserve.scheduler import Scheduler, StepResult, TraceWriter
 from jaxserve.scheduler.trace import MAX_EVENTS
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.replayer import ABSENT, Difference, ReplayReport, replay
 from tests.scheduler.harness import Harness, make_config, make_request, stopping_request
-from tests.sim.recording import random_run, write_trace
+from tests.sim.recording import LACKING_PAGES, events_of, random_run, write_trace
 
 
 def replayed_bytes(path: Path) -> tuple[ReplayReport, bytes]:
@@ -65,16 +64,65 @@ def test_page_numbers_that_were_forgotten_are_not_missed(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jaxserve.scheduler.page_ordinals._SLACK", 2)
-    harness = random_run(seed, seed % 4, sharing=True)
+    harness = random_run(seed, seed % 4, enable_prefix_caching=True)
     assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
 
 
-@pytest.mark.parametrize("seed", [65, 263])
-def test_calls_that_gave_no_plan_and_took_slots_for_want_of_pages_are_repeated(tmp_path: Path, seed: int) -> None:
-    harness = random_run(seed, seed % 4, swaps=False)
-    assert harness.config.reservation in GROWING_RESERVATIONS and harness.config.max_steps_ahead
-    assert any(record.get("preempted_next") for record in harness.records)
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32), lag=st.integers(1, 2))
+def test_any_run_that_lacks_pages_with_steps_in_flight_replays_to_the_byte(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, lag: int
+) -> None:
+    harness = random_run(seed, lag, 120, **LACKING_PAGES)
+    assert_replays(write_trace(tmp_path_factory.mktemp("run") / "trace.jsonl", harness.config, harness.records))
+
+
+def test_calls_that_took_slots_and_gave_no_plan_are_repeated_at_their_instant(tmp_path: Path) -> None:
+    num_calls = 0
+    for seed in range(100):
+        harness = random_run(seed, 1 + seed % 2, 120, **LACKING_PAGES)
+        assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+        num_calls += len(events_of(harness, "starve"))
+    assert num_calls >= 10
+
+
+def starving_pair(*others: Request) -> Harness:
+    """Two requests fill the pool's four pages and reach their third page together, a step in flight.
+
+    `others` come right after them and wait; an arrival comes between the call without a plan and its update.
+    """
+    config = make_config(reservation="optimistic", preemption="recompute", num_pages=5, max_num_seqs=2)
+    harness = Harness(config, lag=1)
+    harness.add(make_request("a", 3, 12), make_request("b", 3, 12), *others)
+    while not events_of(harness, "starve"):
+        harness.plan()
+        harness.add(make_request(f"late{len(harness.plans)}", 3, 2))
+        harness.now += 1.0
+        harness.scheduler.flush_trace()
+    return harness
+
+
+def test_a_call_that_gave_no_plan_may_be_followed_by_an_arrival_and_begin_with_an_expiry(tmp_path: Path) -> None:
+    (starved,) = events_of(starving_pair(), "starve")
+    harness = starving_pair(make_request("waits", 3, 2, deadline_at=starved["now"]))
+    assert [(event["id"], event["now"]) for event in events_of(harness, "expire")] == [("waits", starved["now"])]
+    assert events_of(harness, "starve") == [starved]
+    assert events_of(harness, "add")[-1]["step"] == starved["step"]
+    harness.run()
+    assert harness.scheduler.counters.preemptions
     assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+
+
+def test_a_starved_call_left_out_of_a_trace_is_missed(tmp_path: Path) -> None:
+    """The event is what tells of the call: without it the replay decides otherwise."""
+    harness = next(run for seed in range(100) if events_of(run := random_run(seed, 1, 120, **LACKING_PAGES), "starve"))
+    path = write_trace(tmp_path / "trace.jsonl", harness.config, harness.records)
+
+    def remove(lines: list[dict[str, Any]]) -> None:
+        for line in lines[1:]:
+            line["events"] = [event for event in line["events"] if event["kind"] != "starve"]
+
+    assert tampered(path, remove).key.startswith(("preempted_next", "queue", "active", "events"))
 
 
 def test_the_random_runs_hold_everything_that_can_happen() -> None:
@@ -89,6 +137,9 @@ def test_the_random_runs_hold_everything_that_can_happen() -> None:
         outcomes["shared pages"] = counters.cached_tokens
         outcomes["recomputed"] = counters.recomputed_tokens
         outcomes["swapped"] = counters.swapped_pages
+        together = [event for event in events_of(harness, "add") if "together" in event]
+        outcomes["taken together"] = sum(event["outcome"] in ("slot", "queue") for event in together)
+        outcomes["refused together"] = len(together) - outcomes["taken together"]
         outcomes["empty plan with an expiry"] = sum(
             event["kind"] == "expire" and event["now"] not in {record.get("now") for record in harness.records}
             for record in harness.records
@@ -98,6 +149,7 @@ def test_the_random_runs_hold_everything_that_can_happen() -> None:
             counts[name] = counts.get(name, 0) + count
     wanted = {*FinishReason, "preemptions", "queue_full_requests", "queue_full_tokens", "never_fits", "deadline"}
     wanted |= {"duplicate_id", "empty plan with an expiry", "shared pages", "recomputed", "swapped"}
+    wanted |= {"taken together", "refused together"}
     assert {name for name in wanted if counts.get(name, 0) >= 3} == wanted, counts
 
 
@@ -151,6 +203,20 @@ def test_a_removed_arrival_leaves_a_plan_that_nothing_asks_for(trace: Path) -> N
     assert str(difference) == "iteration 0 (line 2), plan: recorded 'a plan', replayed 'none: no request holds a slot'"
 
 
+def test_more_plans_than_may_be_in_flight_are_a_difference(trace: Path) -> None:
+    difference = tampered(trace, lambda lines: lines[1]["in_flight"].append(2.0))
+    assert (difference.recorded, difference.replayed) == ("plan 2", "none: as many steps are in flight as there may be")
+
+
+def test_a_starved_call_that_was_none_is_a_difference(trace: Path) -> None:
+    starve = {"kind": "starve", "id": "", "now": 1.0}
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        lines[1]["events"].append({**starve, "step": [2, 0]})
+
+    assert tampered(trace, change).key == "events[3]"
+
+
 def test_the_bucket_is_kept_and_not_compared(tmp_path: Path) -> None:
     records: list[dict[str, Any]] = []
     scheduler = Scheduler(make_config(), trace=records.append)
@@ -185,6 +251,22 @@ def test_expiries_of_one_call_may_fill_several_records(tmp_path: Path) -> None:
         *["events"] * 2,
         None,
     ]
+    assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
+
+
+def test_what_comes_of_one_call_is_in_one_record_also_where_events_have_piled_up(tmp_path: Path) -> None:
+    """Two are displaced by two, as the last events before the record is full."""
+    config = make_config(max_num_seqs=1, max_queue_requests=2, queue_displacement=True)
+    harness = Harness(config)
+    harness.add(make_request("runs", 4, 9, priority=-1), *(make_request(name, priority=1) for name in ("b", "c")))
+    harness.step()
+    harness.add(*(make_request(f"r{index}", 60, 60) for index in range(MAX_EVENTS - 1)))
+    assert harness.add_all([make_request("d"), make_request("e")]) is None
+    harness.run()
+    piled = harness.records[1]
+    assert piled["kind"] == "events" and len(piled["events"]) == MAX_EVENTS + 3
+    last = [(event["kind"], event["id"], event.get("together")) for event in piled["events"][-4:]]
+    assert last == [("abort", "c", None), ("abort", "b", None), ("add", "d", 2), ("add", "e", None)]
     assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
 
 
