@@ -165,7 +165,7 @@ class Lifecycle(SchedulerState):
         return not self._waiting.is_beyond_bound
 
     def _may_pass(self, front: Sequence, sequence: Sequence) -> bool:
-        """Whom it could preempt the moment after, it need not let pass first. It counts alike, or they could for ever."""
+        """Whom it could preempt the moment after, it need not let pass first; passing counts like preempting."""
         outranks = front.request.priority > sequence.request.priority
         return self.config.priority_preemption and outranks and not self._victims.protects(front)
 
