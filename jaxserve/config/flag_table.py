@@ -121,6 +121,7 @@ FLAGS: tuple[Flag, ...] = (
         ("compute_efficiency", FloatParser(low=1e-3), 0.6, "share of the chip's FLOP/s that is reached"),
         ("memory_efficiency", FloatParser(low=1e-3), 0.8, "share of the chip's bandwidth that is reached"),
         ("overhead_s", FloatParser(low=0), 5e-4, "seconds of an iteration outside the roofline: host and launch"),
+        ("host_bandwidth", FloatParser(low=1e-3), 25.0, "GB/s between a chip and the host, for swapped pages"),
     ),
     *_simulate(
         "Objectives and sweeps",

@@ -48,6 +48,9 @@ def print_run(title: str, figures: dict[str, Any]) -> None:
         f" {figures['termination']}",
         soft_wrap=True,
     )
+    if figures["preemptions"]:
+        costs = f"{figures['recomputed_tokens']} tokens computed again, {figures['swapped_pages']} pages swapped"
+        console.print(f"preempted: {figures['preemptions']} times; {costs}")
     reasons = {key: count for key, count in figures["rejected_by_reason"].items() if count}
     if reasons:
         console.print("rejected: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items()))

@@ -1,22 +1,22 @@
 """Cost models: how long an iteration takes, from what its plan makes the device do.
 
-A model sees five numbers of a plan and nothing else, so the same model serves every scheduler setting
+A model sees seven numbers of a plan and nothing else, so the same model serves every scheduler setting
 and can be fitted to the trace of a real engine (`tools/fit_cost_model`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
 from jaxserve.scheduler import StepPlan
-from jaxserve.sim.json_fields import JsonFields, read_json
+from jaxserve.sim.json_fields import REQUIRED, JsonFields, read_json
 
 
 @dataclass(frozen=True, slots=True)
 class StepFeatures:
-    """The work of one iteration; all counts of tokens.
+    """The work of one iteration; counts of tokens, but for the pages.
 
     Attributes:
       decode_rows: rows with one token each.
@@ -25,6 +25,7 @@ class StepFeatures:
       prefill_attention: sum over prefill tokens of the tokens each attends to, itself included.
       prefill_context: K/V tokens the chunks read, each chunk's once: its end position.
       emitted: positions that sample a token.
+      swapped_pages: copied to the host or back.
     """
 
     decode_rows: int = 0
@@ -33,6 +34,7 @@ class StepFeatures:
     prefill_attention: int = 0
     prefill_context: int = 0
     emitted: int = 0
+    swapped_pages: int = 0
 
 
 def features_of(plan: StepPlan) -> StepFeatures:
@@ -53,6 +55,7 @@ def features_of(plan: StepPlan) -> StepFeatures:
         prefill_attention=attention,
         prefill_context=context,
         emitted=rows + emitted,
+        swapped_pages=sum([len(swap.page_ids) for swap in plan.swaps]),
     )
 
 
@@ -88,6 +91,7 @@ class LinearCost:
       kv_token_s: per K/V token that decode rows read.
       prefill_token_s: per prompt token.
       prefill_attention_s: per token attended to by a prompt token.
+      swapped_page_s: per page copied to the host or back.
     """
 
     constant_s: float
@@ -95,17 +99,23 @@ class LinearCost:
     kv_token_s: float
     prefill_token_s: float
     prefill_attention_s: float
+    swapped_page_s: float = 0.0
 
     @classmethod
     def from_file(cls, path: str | Path) -> LinearCost:
-        """Coefficients from a JSON object with the attributes' names; `fit`, if there, is not read.
+        """Coefficients from a JSON object with the attributes' names.
+
+        `swapped_page_s` may be missing; `fit`, if there, is not read.
 
         Raises:
           ValueError: naming the field and the rule.
         """
         document = JsonFields(read_json(path), str(path))
         document.any("fit", None)
-        values = {field.name: document.number(field.name, low=0.0) for field in fields(cls)}
+        values = {
+            field.name: document.number(field.name, REQUIRED if field.default is MISSING else field.default, low=0.0)
+            for field in fields(cls)
+        }
         document.close()
         if values["constant_s"] == 0.0 and (values["decode_row_s"] == 0.0 or values["prefill_token_s"] == 0.0):
             raise ValueError(
@@ -122,6 +132,7 @@ class LinearCost:
             + self.kv_token_s * features.decode_context
             + self.prefill_token_s * features.prefill_tokens
             + self.prefill_attention_s * features.prefill_attention
+            + self.swapped_page_s * features.swapped_pages
         )
 
     def explain(self, features: StepFeatures) -> list[str]:
@@ -132,6 +143,7 @@ class LinearCost:
             ("K/V tokens read", self.kv_token_s, features.decode_context),
             ("prefill tokens", self.prefill_token_s, features.prefill_tokens),
             ("prefill attention", self.prefill_attention_s, features.prefill_attention),
+            ("swapped pages", self.swapped_page_s, features.swapped_pages),
         )
         lines = [f"{name}: {factor:.3e} s x {count} = {factor * count:.3e} s" for name, factor, count in terms]
         return [*lines, f"sum: {self.step_s(features):.3e} s"]

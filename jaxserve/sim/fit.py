@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.config.flags import exit_with, parse_flags
+from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.cost_model import LinearCost
 from jaxserve.sim.fixed_workload import read_trace
 
@@ -53,7 +54,7 @@ def trace_samples(path: str | Path) -> tuple[Matrix, Matrix]:
     """The usable iterations of a trace.
 
     Returns:
-      float64[n, 5]: 1, decode rows, K/V tokens read, prefill tokens, prefill attention;
+      float64[n, 6]: 1, decode rows, K/V tokens read, prefill tokens, prefill attention, swapped pages;
       float64[n]: durations, seconds.
 
     Raises:
@@ -89,7 +90,7 @@ def fit(samples: Matrix, durations: Matrix) -> Fit:
 
 
 def _medians(samples: Matrix, durations: Matrix) -> Matrix:
-    """The first step: least absolute residuals, coefficients at least 0; float64[5]."""
+    """The first step: least absolute residuals, coefficients at least 0; float64[6]."""
     # A column of one order of magnitude with the others; one that never occurs keeps the coefficient 0.
     scale = np.abs(samples).max(axis=0)
     used = [index for index in range(samples.shape[1]) if scale[index] > 0.0]
@@ -157,6 +158,7 @@ def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
     prompts: dict[str, int] = {}
     written: dict[str, int] = {}  # tokens with K/V, per id
     previous: dict[str, Any] | None = None
+    preemption = TraceReader(path).header.config.preemption
     for record in read_trace(path):
         for event in record.get("events", ()):
             if event["kind"] == "add" and event["outcome"] != "duplicate_id":
@@ -169,6 +171,10 @@ def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
                 durations.append(record["now"] - previous["now"])
             else:
                 rows.pop()
+        for request_id in record["preempted"]:
+            # Without its pages it begins anew, but where it was paused, which none but "pause" does.
+            if preemption != "pause" and request_id not in dict(record.get("swapped_out", ())):
+                written[request_id] = 0
         rows.append(_work(record, prompts, written))
         previous = record
     return rows[: len(durations)], durations  # nobody knows how long the last took
@@ -183,7 +189,8 @@ def _work(record: dict[str, Any], prompts: dict[str, int], written: dict[str, in
         tokens += count
         attention += written[request_id] * count + count * (count + 1) // 2
         written[request_id] += count
-    return 1.0, float(len(record["decode"])), float(context), float(tokens), float(attention)
+    swapped = sum(pages for _, pages in (*record.get("swapped_out", ()), *record.get("swapped_in", ())))
+    return tuple(map(float, (1, len(record["decode"]), context, tokens, attention, swapped)))
 
 
 def _least_absolute(columns: Matrix, durations: Matrix) -> Matrix:

@@ -4,6 +4,7 @@
             + 4 x layers x query heads x head dim x (K/V tokens attended to)
     bytes = weights, once + K/V tokens read + K/V tokens written
     seconds = overhead + max(FLOPs / (peak x efficiency), bytes / (bandwidth x efficiency))
+              + swapped bytes / host bandwidth
 
 Weights are read once per iteration because one program holds its prefill and decode rows. Devices share
 FLOPs, weights and KV heads evenly; their communication is not counted, nor is padding to buckets. A
@@ -118,6 +119,8 @@ class RooflineCost:
       weight_bits, kv_bits: of one number.
       compute_efficiency, memory_efficiency: shares of the peaks that are reached, in (0, 1].
       overhead_s: of every iteration.
+      host_bandwidth: bytes per second between one device and the host, one way.
+      page_size: tokens of a swapped page.
 
     Raises:
       ValueError: no chip, or an efficiency above 1.
@@ -134,6 +137,8 @@ class RooflineCost:
         compute_efficiency: float = 0.6,
         memory_efficiency: float = 0.8,
         overhead_s: float = 5e-4,
+        host_bandwidth: float = 25e9,
+        page_size: int = 16,
     ) -> None:
         for name, share in (("compute_efficiency", compute_efficiency), ("memory_efficiency", memory_efficiency)):
             if not 0.0 < share <= 1.0:
@@ -144,6 +149,7 @@ class RooflineCost:
         self._flops = chip.peak_flops * compute_efficiency * num_chips
         self._bandwidth = chip.bandwidth * memory_efficiency
         self._overhead_s = overhead_s
+        self._host_bandwidth = host_bandwidth
         self._attention_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
         self._read_weights = (shape.layer_weights + shape.head_weights) * weight_bits / 8 / num_chips
         self._held_weights = shape.num_weights * weight_bits / 8 / num_chips
@@ -151,10 +157,11 @@ class RooflineCost:
         heads = -(-shape.num_kv_heads // num_chips)
         self.kv_token_bytes = 2 * shape.num_layers * heads * shape.head_dim * kv_bits / 8
         """Bytes of one token's K and V on one device."""
+        self._page_bytes = page_size * self.kv_token_bytes
 
     def step_s(self, features: StepFeatures) -> float:
-        """Overhead and the longer of both."""
-        return self._overhead_s + max(self._compute_s(features), self._memory_s(features))
+        """Overhead, the longer of both, and the way to the host."""
+        return self._overhead_s + max(self._compute_s(features), self._memory_s(features)) + self._swap_s(features)
 
     def num_pages(self, page_size: int, memory_fraction: float) -> int:
         """KV pages that fit beside the weights, the null page included.
@@ -193,7 +200,7 @@ class RooflineCost:
             f" ({read} read + {tokens} written) = {self._bytes_of(features):.3e}",
             f"compute {compute_s:.3e} s, memory {memory_s:.3e} s: bound by"
             f" {'compute' if compute_s > memory_s else 'memory'}; with overhead {self._overhead_s:.1e} s"
-            f" together {self.step_s(features):.3e} s",
+            f" and {self._swap_s(features):.1e} s of swaps together {self.step_s(features):.3e} s",
         ]
 
     def _flops_of(self, features: StepFeatures) -> float:
@@ -209,6 +216,9 @@ class RooflineCost:
 
     def _compute_s(self, features: StepFeatures) -> float:
         return self._flops_of(features) / self._flops
+
+    def _swap_s(self, features: StepFeatures) -> float:
+        return features.swapped_pages * self._page_bytes / self._host_bandwidth
 
     def _memory_s(self, features: StepFeatures) -> float:
         return self._bytes_of(features) / self._bandwidth

@@ -48,7 +48,9 @@ class Totals:
     Attributes:
       slot_steps: slots with work, summed over iterations.
       tokens: computed, prefill and decode.
-      recomputed_tokens: whose K/V a preemption dropped; cached_tokens: found in the prefix cache.
+      recomputed_tokens: whose K/V a preemption dropped; swapped_pages: copied to the host or back; both by
+        service class.
+      cached_tokens: found in the prefix cache.
       busy_s: the device was busy.
       ended_at: instant at which the simulation ended.
     """
@@ -56,7 +58,8 @@ class Totals:
     iterations: int = 0
     slot_steps: int = 0
     tokens: int = 0
-    recomputed_tokens: int = 0
+    recomputed_tokens: dict[str, int] = field(default_factory=dict)
+    swapped_pages: dict[str, int] = field(default_factory=dict)
     cached_tokens: int = 0
     busy_s: float = 0.0
     ended_at: float = 0.0
@@ -120,7 +123,8 @@ class Simulator:
                 break
         self.scheduler.flush_trace()
         totals.ended_at = self._now
-        totals.recomputed_tokens = self.scheduler.counters.recomputed_tokens
+        totals.recomputed_tokens = dict(self.scheduler.counters.recomputed_tokens_of)
+        totals.swapped_pages = dict(self.scheduler.counters.swapped_pages_of)
         totals.cached_tokens = self.scheduler.counters.cached_tokens
         for live in self._live.values():
             self._result.log.close(live)

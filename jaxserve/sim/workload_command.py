@@ -79,7 +79,7 @@ class WorkloadCommand:
         names = ["workload", "rate", "cost_model", "cost_file"]
         if flags.cost_model == "roofline":
             names += ["chip", "model_config", "tensor_parallel_size", "dtype", "weight_bits", "kv_bits"]
-            names += ["compute_efficiency", "memory_efficiency", "overhead_s", "memory_fraction"]
+            names += ["compute_efficiency", "memory_efficiency", "overhead_s", "host_bandwidth", "memory_fraction"]
         return {name: flags[name].value for name in names}
 
     def explanation(self, config: SchedulerConfig) -> list[str]:
@@ -121,4 +121,6 @@ def _cost_model(flags: FlagValues) -> CostModel:
         compute_efficiency=flags.compute_efficiency,
         memory_efficiency=flags.memory_efficiency,
         overhead_s=flags.overhead_s,
+        host_bandwidth=flags.host_bandwidth * 1e9,
+        page_size=flags.page_size,
     )

@@ -5,7 +5,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from jaxserve.sim.simulator import Simulator
 from jaxserve.sim.workload import parse_workload
 
 REPOSITORY = Path(__file__).parents[2]
-COST = LinearCost(2e-3, 3e-5, 4e-8, 5e-6, 6e-10)
+COST = LinearCost(2e-3, 3e-5, 4e-8, 5e-6, 6e-10, 1e-4)
 
 
 def test_features_of_a_plan_by_hand():
@@ -56,6 +56,9 @@ def test_the_roofline_by_hand():
     assert cost.step_s(decode) == pytest.approx(0.25 + max(flops / 5e5, moved / 1e5))
     assert moved / 1e5 > flops / 5e5
     assert "bound by memory" in cost.explain(decode)[-1]
+    linked = RooflineCost(CHIP, SHAPE, overhead_s=0.25, host_bandwidth=1e4, page_size=4)
+    extra = linked.step_s(replace(decode, swapped_pages=5)) - linked.step_s(decode)
+    assert extra == pytest.approx(5 * 4 * kv_bytes / 1e4)
     prefill = StepFeatures(prefill_tokens=1000, prefill_attention=500_500, prefill_context=1000, emitted=1)
     flops = 2 * layer * 1000 + 1600 + 128 * 500_500
     assert cost.step_s(prefill) == pytest.approx(0.25 + flops / 5e5)
@@ -119,13 +122,15 @@ def test_bad_coefficients_name_field_and_rule(tmp_path, change, message):
     good = dict.fromkeys(("constant_s", "decode_row_s", "kv_token_s", "prefill_token_s", "prefill_attention_s"), 1e-3)
     path.write_text(json.dumps(good))
     assert LinearCost.from_file(path) == LinearCost(*[1e-3] * 5)
+    path.write_text(json.dumps(good | {"swapped_page_s": 2e-3}))
+    assert LinearCost.from_file(path) == LinearCost(*[1e-3] * 5, 2e-3)
     path.write_text(json.dumps(good | change))
     with pytest.raises(ValueError) as raised:
         LinearCost.from_file(path)
     assert message in str(raised.value)
 
 
-def write_trace(path, num_requests=150, spoil=None):
+def write_trace(path, num_requests=150, spoil=None, **settings):
     """A trace of an engine that takes COST; `spoil(records)` changes it."""
     document = {
         "num_requests": num_requests,
@@ -133,7 +138,7 @@ def write_trace(path, num_requests=150, spoil=None):
         "prompt": {"kind": "uniform", "low": 10, "high": 900},
         "output": {"kind": "uniform", "low": 2, "high": 60},
     }
-    config = SchedulerConfig(max_num_batched_tokens=256, prefill_chunk=200, num_pages=1024)
+    config = SchedulerConfig(**({"max_num_batched_tokens": 256, "prefill_chunk": 200, "num_pages": 1024} | settings))
     records = []
     writer = TraceWriter(path, config=config)
     Simulator(config, COST, parse_workload(document, "fit").source(), trace=records.append).run()
@@ -143,8 +148,21 @@ def write_trace(path, num_requests=150, spoil=None):
     return path
 
 
-def assert_recovered(cost, rel):
+SWAPPING = {
+    "num_pages": 1200,
+    "page_size": 1,
+    "reservation": "optimistic",
+    "preemption": "swap",
+    "num_host_pages": 600,
+}
+"""Some preemptions swap, and some, for want of host pages, recompute."""
+
+
+def assert_recovered(cost, rel, swaps=False):
     for name in LinearCost.__slots__:
+        if name == "swapped_page_s" and not swaps:
+            assert cost.swapped_page_s == 0.0
+            continue
         assert getattr(cost, name) == pytest.approx(getattr(COST, name), rel=rel), name
 
 
@@ -157,6 +175,16 @@ def test_the_fit_recovers_the_coefficients_behind_a_trace(tmp_path):
     assert quality["median_relative"] < 1e-6
     assert quality["predicted_over_measured_total"] == pytest.approx(1.0) == quality["scale"]
     assert (quality["slow_iterations"], quality["slow_share_of_time"]) == (0, 0.0)
+
+
+def test_the_fit_counts_what_was_swapped_and_what_was_computed_again(tmp_path):
+    path = write_trace(tmp_path / "trace.jsonl", **SWAPPING)
+    records = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    swapped = [name for record in records for name, _ in record.get("swapped_out", ())]
+    preempted = [name for record in records for name in record.get("preempted", ())]
+    assert 3 < len(swapped) < len(preempted) - 3
+    samples, durations = fit.trace_samples(path)
+    assert_recovered(fit.fit(samples, durations).cost, 1e-4, swaps=True)
 
 
 def test_a_few_slow_iterations_do_not_move_the_fit(tmp_path):
@@ -176,18 +204,19 @@ def test_a_few_slow_iterations_do_not_move_the_fit(tmp_path):
 
 
 def drawn_samples(rng, count=4000):
-    """Iterations of 1 to 8 decode rows, a third of them with a chunk: float64[count, 5]."""
+    """Iterations of 1 to 8 decode rows, a third of them with a chunk: float64[count, 6]."""
     rows = rng.integers(1, 9, count)
     context = rows * rng.integers(50, 900, count)
     tokens = rng.integers(1, 250, count) * (rng.random(count) < 1 / 3)
-    return np.stack([np.ones(count), rows, context, tokens, tokens * rng.integers(1, 500, count)], axis=1).astype(float)
+    attention = tokens * rng.integers(1, 500, count)
+    return np.stack([np.ones(count), rows, context, tokens, attention, 0 * rows], axis=1).astype(float)
 
 
 def test_the_fit_adds_up_to_what_was_measured_under_skewed_noise():
     """Lognormal noise of median 1 has the mean exp(sigma^2 / 2), here 1.046: a median fit is so much too low."""
     rng = np.random.default_rng(0)
     samples = drawn_samples(rng)
-    exact = samples @ np.array([2e-3, 3e-5, 4e-8, 5e-6, 6e-10])
+    exact = samples @ np.array(list(asdict(COST).values()))
     durations = exact * rng.lognormal(0.0, 0.3, len(exact))
     found = fit.fit(samples, durations)
     quality = fit.residuals(found, samples, durations)
@@ -202,7 +231,7 @@ def test_the_fit_adds_up_to_what_was_measured_under_skewed_noise():
 def test_pauses_change_neither_coefficients_nor_scale():
     rng = np.random.default_rng(0)
     samples = drawn_samples(rng)
-    exact = samples @ np.array([2e-3, 3e-5, 4e-8, 5e-6, 6e-10])
+    exact = samples @ np.array(list(asdict(COST).values()))
     durations = exact * rng.lognormal(0.0, 0.2, len(exact))
     paused = durations + 0.5 * (rng.random(len(exact)) < 0.01)
     calm, found = fit.fit(samples, durations), fit.fit(samples, paused)
