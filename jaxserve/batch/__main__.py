@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ def main(argv: Sequence[str]) -> int:
         job = BatchJob(_settings(flags, config))
     except (OSError, ValueError) as error:
         exit_with(str(error))
+    except KeyboardInterrupt:  # a large input takes seconds to look through
+        return 128 + signal.SIGINT
     for note in job.notes:
         print(note, file=sys.stderr)
     # Imported after the files are checked: jax takes seconds, a mistyped name should not.

@@ -314,14 +314,14 @@ FLAGS: tuple[Flag, ...] = (
     ),
     *_replay(
         "Replay",
-        ("trace", _TEXT, None, "the file that --trace_file of the server wrote"),
+        ("trace", _TEXT, None, "the file that --trace_file wrote"),
         ("output", _TEXT, None, "write the replayed trace to this file"),
         ("perfetto", _TEXT, None, "write the trace to this file in Chrome's trace event format, for ui.perfetto.dev"),
         _QUIET,
     ),
     *_doctor(
         "Diagnosis",
-        ("trace", _TEXT, None, "the file that --trace_file of the server wrote"),
+        ("trace", _TEXT, None, "the file that --trace_file wrote"),
         ("url", _TEXT, None, "a running server, as http://127.0.0.1:8000; its /metrics is read instead of a trace"),
         ("json", _BOOL, False, "print the figures and diagnoses as JSON"),
         _QUIET,
