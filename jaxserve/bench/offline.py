@@ -105,7 +105,7 @@ def figures(stats: EngineStats, wall_s: float, slots: int) -> dict[str, float]:
         "wall_s": wall_s,
         "iterations": stats.iterations,
         "output_tokens_per_s": stats.output_tokens / wall_s,
-        "slot_utilisation": stats.slot_steps / (iterations * slots),
+        "slot_utilisation": stats.slot_utilisation(slots),
         "padding_ratio": 1 - stats.tokens / max(stats.padded_tokens, 1),
         "host_ms_per_iteration": 1e3 * stats.host_s / iterations,
         "device_ms_per_iteration": 1e3 * stats.device_s / iterations,

@@ -26,7 +26,7 @@ from jaxserve.config.flag_parsers import (
 )
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
 
-ENGINE_COMMANDS = frozenset({"server"})
+ENGINE_COMMANDS = frozenset({"server", "batch"})
 """Commands that take every engine flag."""
 
 SIMULATED = frozenset(field.name for field in fields(SchedulerConfig)) | {
@@ -41,6 +41,7 @@ COST_MODELS = ("unit", "linear", "roofline")
 CHIPS = ("v5e", "v5p", "v6e", "h100", "h200")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+OUTPUT_ORDERS = ("completion", "input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def _of(command: str, heading: str, *flags: tuple[str, ArgumentParser[Any], Any,
     return [Flag(name, heading, parser, text, default, frozenset({command})) for name, parser, default, text in flags]
 
 
-_server, _bench = partial(_of, "server"), partial(_of, "bench")
+_server, _batch, _bench = partial(_of, "server"), partial(_of, "batch"), partial(_of, "bench")
 _replay, _doctor, _simulate = partial(_of, "replay"), partial(_of, "doctor"), partial(_of, "simulate")
 _QUIET = ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged")
 
@@ -100,6 +101,28 @@ def _scheduler_only(*flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
 
 
 FLAGS: tuple[Flag, ...] = (
+    *_batch(
+        "Batch",
+        ("input", _TEXT, None, "file of requests, one JSON object a line in OpenAI's batch format"),
+        ("output", _TEXT, None, "file of results, a line each; a rerun goes on behind those that are there"),
+        ("output_order", ChoiceParser(OUTPUT_ORDERS), "completion", "write results as they come, or in input order"),
+        (
+            "window",
+            _COUNT,
+            None,
+            "most lines in progress; default: 4 * max_num_seqs, or what runs and waits at most",
+        ),
+        ("max_line_bytes", _COUNT, 8 << 20, "longest line of the input"),
+        ("allow_changed_input", _BOOL, False, "go on though the output has custom_ids that the input lacks"),
+        ("fail_on_error", _BOOL, False, "exit with 3 when a line has an error"),
+        (
+            "drain_grace_s",
+            FloatParser(low=0),
+            30.0,
+            "seconds that lines in progress get after SIGINT or SIGTERM",
+        ),
+        _QUIET,
+    ),
     *_simulate(
         "Simulation",
         ("scenario", _TEXT, None, "scenario file: requests by iteration, and the trace they should give"),
@@ -291,14 +314,14 @@ FLAGS: tuple[Flag, ...] = (
     ),
     *_replay(
         "Replay",
-        ("trace", _TEXT, None, "the file that --trace_file of the server wrote"),
+        ("trace", _TEXT, None, "the file that --trace_file wrote"),
         ("output", _TEXT, None, "write the replayed trace to this file"),
         ("perfetto", _TEXT, None, "write the trace to this file in Chrome's trace event format, for ui.perfetto.dev"),
         _QUIET,
     ),
     *_doctor(
         "Diagnosis",
-        ("trace", _TEXT, None, "the file that --trace_file of the server wrote"),
+        ("trace", _TEXT, None, "the file that --trace_file wrote"),
         ("url", _TEXT, None, "a running server, as http://127.0.0.1:8000; its /metrics is read instead of a trace"),
         ("json", _BOOL, False, "print the figures and diagnoses as JSON"),
         _QUIET,

@@ -28,6 +28,7 @@ from jaxserve.config.flag_table import FLAGS, Flag
 
 SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
+    "batch": "Answers a file of requests in OpenAI's batch format; a rerun goes on where the last run stopped.",
     "bench": "Measures speed. WHAT is the first argument: offline, decode_ratio, startup, scheduler, simulation or"
     " preemption.",
     "replay": "Feeds a recorded trace to the scheduler and compares what it decides. Exits 1 at the first difference.",
@@ -38,6 +39,7 @@ SUMMARIES = {
 }
 USAGES = {
     "server": "python -m jaxserve.server",
+    "batch": "python -m jaxserve.batch",
     "bench": "python -m jaxserve.bench WHAT",
     "replay": "python -m jaxserve.replay",
     "doctor": "python -m jaxserve.doctor",

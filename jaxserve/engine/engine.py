@@ -59,6 +59,14 @@ class EngineStats:
     host_s: float = 0.0
     device_s: float = 0.0
 
+    def slot_utilisation(self, slots: int) -> float:
+        """Slots with work over all `slots`, mean over iterations; in [0, 1]."""
+        return self.slot_steps / max(self.iterations * slots, 1)
+
+    def budget_use(self, budget: int) -> float:
+        """Tokens computed over a token budget of `budget` an iteration; in [0, 1]."""
+        return self.tokens / max(self.iterations * budget, 1)
+
 
 class Engine:
     """Loads a model and runs requests on it.

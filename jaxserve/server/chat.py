@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -13,17 +13,21 @@ from starlette.responses import Response
 from jaxserve.core import RequestOutput
 from jaxserve.server.engine_api import StreamApi
 from jaxserve.server.errors import stream_error, unfinished_error
-from jaxserve.server.json_body import JsonResponse
 from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.messages import normalize_messages
 from jaxserve.server.schema import ChatRequest
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage
-from jaxserve.server.streaming import EventStreamResponse, collect_all
+from jaxserve.server.streaming import Answer, respond
 
 
 async def create_chat_completion(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
     """Answers one request; raises what `to_api_error` maps."""
+    return await respond(request, await begin_chat_completion(service, body, request.headers))
+
+
+async def begin_chat_completion(service: GenerationService, body: dict[str, Any], headers: Mapping[str, str]) -> Answer:
+    """Submits one request; its answer comes from the streams. Raises what `to_api_error` maps."""
     spec = ChatRequest.parse(body)
     service.check_ready(spec.model)
     messages = normalize_messages(spec.messages)
@@ -32,18 +36,17 @@ async def create_chat_completion(service: GenerationService, request: Request, b
     logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
     params = spec.sampling_params(max_tokens=spec.max_tokens, logprobs=logprobs)
     request_id = spec.request_id or new_request_id("chatcmpl")
-    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(request.headers))
-    answer = _Answer(service, spec, request_id, streams[0])
-    headers = {"X-Request-Id": request_id}
-    if spec.stream:
-        return EventStreamResponse(answer.events(), streams, headers)
-    return JsonResponse(answer.whole(await collect_all(request, streams)), headers=headers)
+    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(headers))
+    return _Answer(service, spec, request_id, streams[0])
 
 
 class _Answer:
     """Renders one chat's outputs."""
 
     def __init__(self, service: GenerationService, spec: ChatRequest, request_id: str, stream: StreamApi) -> None:
+        self.request_id = request_id
+        self.streams: Sequence[StreamApi] = [stream]
+        self.is_stream = bool(spec.stream)
         self._engine = service.engine
         self._spec = spec
         self._stream = stream

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -13,16 +13,20 @@ from starlette.responses import Response
 from jaxserve.core import RequestOutput, SamplingParams
 from jaxserve.server.engine_api import Delta, StreamApi, TokenLogprobs
 from jaxserve.server.errors import stream_error, unfinished_error
-from jaxserve.server.json_body import JsonResponse
 from jaxserve.server.logprobs import CompletionLogprobs, prompt_logprobs
 from jaxserve.server.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage
-from jaxserve.server.streaming import EventStreamResponse, collect_all, merge
+from jaxserve.server.streaming import Answer, merge, respond
 
 
 async def create_completion(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
     """Answers one request; raises what `to_api_error` maps."""
+    return await respond(request, await begin_completion(service, body, request.headers))
+
+
+async def begin_completion(service: GenerationService, body: dict[str, Any], headers: Mapping[str, str]) -> Answer:
+    """Submits one request; its answer comes from the streams. Raises what `to_api_error` maps."""
     spec = CompletionRequest.parse(body)
     service.check_ready(spec.model)
     max_model_len = service.engine.max_model_len
@@ -49,12 +53,8 @@ async def create_completion(service: GenerationService, request: Request, body: 
         return spec.sampling_params(**overrides)
 
     request_id = spec.request_id or new_request_id("cmpl")
-    streams = service.submit(prompts, params_of, request_id, spec.terms(request.headers))
-    answer = _Answer(service, spec, request_id, echoes, streams)
-    headers = {"X-Request-Id": request_id}
-    if spec.stream:
-        return EventStreamResponse(answer.events(), streams, headers)
-    return JsonResponse(answer.whole(await collect_all(request, streams)), headers=headers)
+    streams = service.submit(prompts, params_of, request_id, spec.terms(headers))
+    return _Answer(service, spec, request_id, echoes, streams)
 
 
 def _echo_text(service: GenerationService, prompt: str | list[int]) -> str | None:
@@ -75,9 +75,11 @@ class _Answer:
         echoes: Sequence[str | None],
         streams: Sequence[StreamApi],
     ) -> None:
+        self.request_id = request_id
+        self.streams = streams
+        self.is_stream = bool(spec.stream)
         self._engine = service.engine
         self._spec = spec
-        self._streams = streams
         self._num_prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
         self._head = {
             "id": request_id,
@@ -125,7 +127,7 @@ class _Answer:
 
     def _builder(self, number: int) -> CompletionLogprobs:
         """For a choice of prompt `number`."""
-        prompt = self._streams[number].prompt_token_ids
+        prompt = self.streams[number].prompt_token_ids
         skip = self._spec.skip_special_tokens is not False
         return CompletionLogprobs(self._engine.tokenizer, prompt, skip, self._echoes[number])
 
@@ -151,9 +153,9 @@ class _Answer:
                     begun.add(index)
                     text = (self._echoes[number] or "") + text
                     if spec.return_token_ids:
-                        more += member("prompt_token_ids", self._streams[number].prompt_token_ids)
+                        more += member("prompt_token_ids", self.streams[number].prompt_token_ids)
                     if spec.echo and spec.logprobs is not None:
-                        token_ids = [*self._streams[number].prompt_token_ids, *token_ids]
+                        token_ids = [*self.streams[number].prompt_token_ids, *token_ids]
                         positions = [*(delta.prompt_logprobs or []), *positions]
                 shown = spec.logprobs is not None or spec.return_token_ids
                 if not text and not delta.finish_reason and not (shown and token_ids):
@@ -175,7 +177,7 @@ class _Answer:
             yield error_event(stream_error(exc, self._engine.state))
             return
         if spec.include_usage:
-            cached = sum(stream.num_cached_tokens for stream in self._streams)
+            cached = sum(stream.num_cached_tokens for stream in self.streams)
             yield writer.usage_chunk(usage(self._num_prompt_tokens, num_tokens, cached))
         yield DONE
 
@@ -184,7 +186,7 @@ class _Answer:
 
         The engine gives them with choice 0's first delta only, so a prompt's other choices wait for it.
         """
-        merged = merge(self._streams)
+        merged = merge(self.streams)
         if not (self._spec.echo and self._spec.logprobs is not None):
             async for item in merged:
                 yield item
@@ -206,7 +208,7 @@ class _Answer:
                 waiting.setdefault(number, []).append(delta)
                 continue
             if number not in scores:  # ended without scores: an abort or expiry, which is reported as it is
-                scores[number] = [None] * len(self._streams[number].prompt_token_ids)
+                scores[number] = [None] * len(self.streams[number].prompt_token_ids)
             for held in waiting.pop(number, ()):
                 yield with_scores(number, held)
             yield with_scores(number, delta)

@@ -24,9 +24,9 @@ from jaxserve.server.console import StartupDisplay
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
 from jaxserve.server.http_app import HttpSettings, build_app
+from jaxserve.server.process import flush_and_exit, wait_until_ready
 from jaxserve.server.service import GenerationService
 
-STATE_PERIOD_S = 0.02
 FLUSH_S = 5.0
 """Time for the last bytes of answers to leave after the engine has drained."""
 
@@ -101,7 +101,7 @@ class Launcher:
         http_task = asyncio.create_task(http_server.serve([http_socket]))
         await grpc_server.start()
         http_address = address(settings.host, http_socket.getsockname()[1])
-        started = await self._wait_until_ready()
+        started = await wait_until_ready(self._engine, self._stop)
         if started:
             grpc_address = address(settings.host, grpc_server.port)
             key = settings.http.api_key is not None
@@ -125,16 +125,6 @@ class Launcher:
         if self._stop.is_set():
             os._exit(128 + number)
         self._stop.set()
-
-    async def _wait_until_ready(self) -> bool:
-        """Whether the engine became ready; False when it died or a signal came first."""
-        while not self._stop.is_set():
-            if self._engine.state == "ready":
-                return True
-            if self._engine.state == "dead":
-                return False
-            await asyncio.sleep(STATE_PERIOD_S)
-        return False
 
     async def _end_engine(self, started: bool) -> int:
         if self._engine.error is not None and not started:
@@ -170,10 +160,3 @@ def bind(host: str, port: int) -> socket.socket:
 def address(host: str, port: int) -> str:
     """`host:port`, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def flush_and_exit(status: int) -> None:
-    """Ends the process without waiting for other threads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

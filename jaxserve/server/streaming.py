@@ -1,5 +1,8 @@
 """Waiting on engine streams while watching the client: event streams, whole answers, merged streams.
 
+An `Answer` is what the generation routes make of a request; `respond` sends it over HTTP, and a batch job, which has
+no client to watch, collects and renders it itself.
+
 A client that goes away (FIN, half-close or RST) shows as `http.disconnect`; then every choice of its
 request is aborted, at once and whether or not anything was being sent. A slow reader blocks `send`, so
 nothing is queued here for it: the engine merges the deltas it has not taken.
@@ -11,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,9 +22,32 @@ from starlette.types import Receive, Scope, Send
 
 from jaxserve.core import RequestOutput
 from jaxserve.server.engine_api import Delta, StreamApi
+from jaxserve.server.json_body import JsonResponse
 from jaxserve.server.service import cancel_all
 
 log = logging.getLogger("jaxserve.server")
+
+
+class Answer(Protocol):
+    """A submitted request, and how its outputs are rendered.
+
+    Attributes:
+      request_id: the client's, or drawn.
+      streams: one per prompt.
+      is_stream: the client asked for server-sent events.
+    """
+
+    request_id: str
+    streams: Sequence[StreamApi]
+    is_stream: bool
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The response's body, of one output per stream; raises `ApiError` when one is no completion."""
+        ...
+
+    def events(self) -> AsyncIterator[bytes]:
+        """The server-sent events, read from the streams."""
+        ...
 
 
 class ClientGoneError(Exception):
@@ -68,19 +95,39 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def collect_all(request: Request, streams: Sequence[StreamApi]) -> list[RequestOutput]:
+async def respond(request: Request, answer: Answer) -> Response:
+    """The HTTP response, once it can begin; raises what `collect_all` and `Answer.whole` raise."""
+    headers = {"X-Request-Id": answer.request_id}
+    if answer.is_stream:
+        return EventStreamResponse(answer.events(), answer.streams, headers)
+    return JsonResponse(answer.whole(await collect_all(request, answer.streams)), headers=headers)
+
+
+async def collect(streams: Sequence[StreamApi]) -> list[RequestOutput]:
     """The whole outputs, in order.
+
+    Raises:
+      EngineDeadError, RequestFailedError: of the first that failed, after aborting the others.
+    """
+    try:
+        return await asyncio.gather(*(stream.collect() for stream in streams))
+    finally:
+        cancel_all(streams)
+
+
+async def collect_all(request: Request, streams: Sequence[StreamApi]) -> list[RequestOutput]:
+    """The whole outputs, in order, as long as the client is there.
 
     Raises:
       ClientGoneError: after aborting all.
       EngineDeadError, RequestFailedError: of the first that failed, after aborting the others.
     """
-    work = asyncio.ensure_future(asyncio.gather(*(stream.collect() for stream in streams)))
+    work = asyncio.create_task(collect(streams))
     watcher = asyncio.create_task(_disconnected(request.receive))
     try:
         await asyncio.wait((work, watcher), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
-            return list(work.result())
+            return work.result()
         raise ClientGoneError
     finally:
         cancel_all(streams)

@@ -31,8 +31,9 @@ def test_without_flags_the_settings_are_the_defaults():
     assert engine_config() == EngineConfig()
 
 
-def test_every_engine_setting_is_a_flag_of_the_server():
-    assert {field.name for field in fields(EngineConfig)} <= {flag.name for flag in flags_of("server")}
+@pytest.mark.parametrize("command", ["server", "batch"])
+def test_every_engine_setting_is_a_flag_of_what_runs_an_engine(command):
+    assert {field.name for field in fields(EngineConfig)} <= {flag.name for flag in flags_of(command)}
 
 
 def test_a_flag_is_defined_once_per_command():
