@@ -55,6 +55,24 @@ NO_TERMS = Terms()
 
 
 @dataclass(frozen=True, slots=True)
+class Submission:
+    """One prompt as it is handed to an engine, which makes `params.n` `Request`s of it.
+
+    Attributes:
+      prompt_token_ids: int[L].
+      request_id: unique among live requests.
+      terms: what is asked of the scheduler.
+      prompt: its text, when it was text.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    request_id: str
+    terms: Terms = NO_TERMS
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and one completion (a client's n > 1 is n of these).
 

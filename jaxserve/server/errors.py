@@ -181,7 +181,7 @@ def unfinished_error(finish_reason: str | None, state: str) -> ApiError | None:
 
 def _param(message: str) -> str | None:
     """The field a `SamplingParams` message starts with."""
-    first = message.split(" ", 1)[0]
+    first = message.split(" ", 1)[0].removesuffix(":")
     return first if first.isidentifier() and ("_" in first or first in _FIELDS) else None
 
 

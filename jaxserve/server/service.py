@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxserve.core import NO_TERMS, SamplingParams, Terms
+from jaxserve.core import NO_TERMS, SamplingParams, Submission, Terms
 from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 
@@ -160,8 +160,8 @@ class GenerationService:
         params_of: Callable[[int], SamplingParams],
         request_id: str,
         terms: Terms = NO_TERMS,
-    ) -> list[StreamApi]:
-        """One stream per prompt; when one is refused the earlier ones are cancelled.
+    ) -> Sequence[StreamApi]:
+        """One stream per prompt; all are taken or refused together.
 
         Args:
           prompts: token ids of each.
@@ -169,33 +169,12 @@ class GenerationService:
           request_id: of a single prompt; prompt i of several is `request_id-i`.
 
         Raises:
-          ApiError: 400; a prompt is empty, or the choices could never all be live at once.
+          ValueError, RejectedError: see `AsyncEngine.submit`.
         """
-        params = [params_of(len(ids)) for ids in prompts]
-        asked = sum(each.n for each in params)
-        if len(prompts) > 1 and asked > self.engine.max_choices:
-            message = (
-                f"{len(prompts)} prompts ask for {asked} choices in all; the limit is {self.engine.max_choices}"
-                " (max_num_seqs + max_queue_requests): send fewer per request"
-            )
-            raise ApiError("invalid", message, param="prompt")
-        streams: list[StreamApi] = []
-        try:
-            for index, ids in enumerate(prompts):
-                if not ids:
-                    raise ApiError("invalid", "the prompt has no tokens; give at least one", param="prompt")
-                streams.append(
-                    self.engine.submit(
-                        prompt_token_ids=ids,
-                        params=params[index],
-                        request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
-                        terms=terms,
-                    )
-                )
-        except BaseException:
-            cancel_all(streams)
-            raise
-        return streams
+        names = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
+        return self.engine.submit_all(
+            [Submission(ids, params_of(len(ids)), name, terms) for ids, name in zip(prompts, names, strict=True)]
+        )
 
     async def run[T](self, size: int, work: Callable[[], T], converts: bool = False) -> T:
         """The result of `work`, done in a thread unless it is small.

@@ -14,7 +14,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge
 
 from jaxserve.core import (
-    NO_TERMS,
     CompletionOutput,
     EngineDeadError,
     Logprob,
@@ -24,7 +23,7 @@ from jaxserve.core import (
     RequestFailedError,
     RequestOutput,
     SamplingParams,
-    Terms,
+    Submission,
 )
 
 VOCAB_SIZE = 257
@@ -165,7 +164,6 @@ class FakeEngine:
         self.error: BaseException | None = None
         self.model_name = "fake"
         self.max_model_len = 100
-        self.max_choices = 1000
         self.created = 1
         self.tokenizer = ByteTokenizer()
         self.metrics = FakeMetrics()
@@ -183,27 +181,24 @@ class FakeEngine:
     def start(self) -> None:
         """Ready from the beginning."""
 
-    def submit(
-        self,
-        *,
-        prompt: str | None = None,
-        prompt_token_ids: list[int] | None = None,
-        params: SamplingParams,
-        request_id: str | None = None,
-        terms: Terms = NO_TERMS,
-    ) -> FakeStream:
-        assert prompt_token_ids is not None and request_id is not None, "the fronts tokenise and name requests"
+    def submit_all(self, submissions: Sequence[Submission]) -> list[FakeStream]:
         if self.state == "dead":
             raise EngineDeadError("it died")
         if self.state != "ready":
             raise NotReadyError("the model is loading")
-        if len(self.live) >= self.max_live:
+        if len(self.live) + len(submissions) > self.max_live:
             raise RejectedError(Rejection("queue_full_requests", "the queue has 100 requests", 2.5))
-        if request_id in self.live:
-            raise RejectedError(Rejection("duplicate_id", f"request_id {request_id!r} is live"))
-        self.submitted.append({"params": params, "terms": terms})
-        stream = FakeStream(self, request_id, prompt_token_ids, params)
-        self.live[request_id] = stream
+        for submission in submissions:
+            if not submission.prompt_token_ids:
+                raise ValueError("prompt has no tokens; it must have at least 1")
+            if submission.request_id in self.live:
+                raise RejectedError(Rejection("duplicate_id", f"request_id {submission.request_id!r} is live"))
+        return [self._submit(submission) for submission in submissions]
+
+    def _submit(self, submission: Submission) -> FakeStream:
+        self.submitted.append({"params": submission.params, "terms": submission.terms})
+        stream = FakeStream(self, submission.request_id, submission.prompt_token_ids, submission.params)
+        self.live[submission.request_id] = stream
         self.metrics.running.set(len(self.live))
         return stream
 
