@@ -255,6 +255,7 @@ FLAGS: tuple[Flag, ...] = (
         "Operation",
         ("drain_grace_s", FloatParser(low=0), 30.0, "seconds that open requests get to end after SIGTERM"),
         ("metrics_compat", ChoiceParser(("", "vllm")), "", "vllm: also export metrics under vLLM's names"),
+        ("profile_dir", _TEXT, "", "folder for the traces of POST /start_profile; empty: profiling is refused"),
         ("log_level", ChoiceParser(LOG_LEVELS), "info", "least level that is logged"),
     ),
     *_engine(

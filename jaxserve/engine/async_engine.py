@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import jax
 from absl import logging
 
 from jaxserve.config import EngineConfig
@@ -32,7 +33,7 @@ from jaxserve.core import (
     Terms,
 )
 from jaxserve.engine.engine import Engine, Progress, Sink
-from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import RequestStream
 from jaxserve.engine.validation import make_requests
@@ -118,6 +119,27 @@ class AsyncEngine:
     def metrics(self) -> EngineMetrics:
         """The engine's metrics."""
         return self.engine.metrics
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        return self.engine.load
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached page; live requests keep theirs."""
+        self.engine.reset_prefix_cache()
+
+    def start_profile(self, folder: str) -> None:
+        """Begins a trace of the process by jax's profiler, written into `folder` when it stops; may take seconds.
+
+        Raises:
+          RuntimeError: one is running.
+        """
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        """Ends the trace and writes it; may take seconds."""
+        jax.profiler.stop_trace()
 
     def submit(
         self,

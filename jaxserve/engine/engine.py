@@ -27,7 +27,7 @@ from absl import logging
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import FinishReason, RejectedError, Request
-from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta, RequestState
 from jaxserve.engine.validation import ModelLimits
 from jaxserve.loading import load_model, resolve_model
@@ -144,6 +144,14 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is live."""
         return bool(self._states)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is; from any thread."""
+        with self._lock:
+            scheduler = self.scheduler
+            usable = self.runner.scheduler_config.num_pages - 1
+            return EngineLoad(scheduler.num_running, scheduler.num_waiting, scheduler.pages_owned / usable)
 
     def add(self, request: Request, index: int, sink: Sink) -> None:
         """Queues a request, choice `index` of its prompt; its deltas go to `sink`, on the stepping thread.
@@ -325,13 +333,7 @@ class Engine:
         self.metrics.preempted(len(plan.preempted), counters.recomputed_tokens_of, swapped)
 
     def _observe_load(self) -> None:
-        scheduler = self.scheduler
-        usable = self.runner.scheduler_config.num_pages - 1
-        self.metrics.load(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            kv_usage=scheduler.pages_owned / usable,
-        )
+        self.metrics.load(self.load)
         self.metrics.set_compiles(COMPILES.count)
 
     def _eos_token_ids(self) -> tuple[int, ...]:

@@ -22,10 +22,15 @@ def main(argv: Sequence[str]) -> int:
     # Imported after the flags are checked: jax takes seconds, a mistyped flag should not.
     from jaxserve.engine import AsyncEngine
     from jaxserve.server.console import StartupDisplay
-    from jaxserve.server.http_app import HttpSettings
     from jaxserve.server.launcher import Launcher, ServerSettings
+    from jaxserve.server.settings import HttpSettings
 
-    http = HttpSettings(api_key=flags.api_key, max_body_bytes=flags.max_body_bytes, metrics_compat=flags.metrics_compat)
+    http = HttpSettings(
+        api_key=flags.api_key,
+        max_body_bytes=flags.max_body_bytes,
+        metrics_compat=flags.metrics_compat,
+        profile_dir=flags.profile_dir,
+    )
     settings = ServerSettings(
         host=flags.host,
         http_port=flags.http_port,

@@ -6,11 +6,12 @@ unauthenticated        401   UNAUTHENTICATED      missing or wrong API key
 not_found              404   NOT_FOUND            unknown model or path
 method_not_allowed     405   UNIMPLEMENTED
 request_timeout        408   DEADLINE_EXCEEDED    the body did not arrive in time
-conflict               409   ALREADY_EXISTS       the request id is live
+conflict               409   ALREADY_EXISTS       the request id is live, or a profile is (not) running
 too_large              413   INVALID_ARGUMENT     the body is over the limit
 unsupported_media      415   INVALID_ARGUMENT     not JSON
 overloaded             429   RESOURCE_EXHAUSTED   the waiting queue is full
 internal               500   INTERNAL             a fault of ours
+not_implemented        501   UNIMPLEMENTED        no such ability
 unavailable            503   UNAVAILABLE          loading, warming up, draining or dead
 expired                504   DEADLINE_EXCEEDED    the request's own deadline passed
 """
@@ -53,6 +54,7 @@ KINDS = {
     "unsupported_media": Kind(415, "invalid_request_error", "INVALID_ARGUMENT"),
     "overloaded": Kind(429, "rate_limit_error", "RESOURCE_EXHAUSTED"),
     "internal": Kind(500, "server_error", "INTERNAL"),
+    "not_implemented": Kind(501, "invalid_request_error", "UNIMPLEMENTED"),
     "unavailable": Kind(503, "service_unavailable_error", "UNAVAILABLE"),
     "expired": Kind(504, "timeout_error", "DEADLINE_EXCEEDED"),
 }

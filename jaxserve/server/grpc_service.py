@@ -19,11 +19,11 @@ from jaxserve.core import SamplingParams, Terms
 from jaxserve.server.auth import check_authorization
 from jaxserve.server.errors import ApiError, stream_error, unfinished_error
 from jaxserve.server.grpc_convert import chat_messages, delta_response, error_metadata, prompt_scores, sampling_params
-from jaxserve.server.http_app import package_version
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
 from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, check_name, check_request_id
 from jaxserve.server.service import GenerationService, new_request_id
+from jaxserve.server.version import package_version
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 0.2

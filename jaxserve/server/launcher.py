@@ -23,8 +23,9 @@ import uvicorn
 from jaxserve.server.console import StartupDisplay
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
-from jaxserve.server.http_app import HttpSettings, build_app
+from jaxserve.server.http_app import build_app
 from jaxserve.server.service import GenerationService
+from jaxserve.server.settings import HttpSettings
 
 STATE_PERIOD_S = 0.02
 FLUSH_S = 5.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -80,6 +80,14 @@ class FakeDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+class FakeLoad(NamedTuple):
+    """As `jaxserve.engine.EngineLoad`."""
+
+    running: int
+    waiting: int
+    kv_usage: float
 
 
 class FakeStream:
@@ -176,10 +184,25 @@ class FakeEngine:
         self.max_live = 100
         self.live: dict[str, FakeStream] = {}
         self.num_cancelled = 0
+        self.num_resets = 0
+        self.profiles: list[str] = []
         self.submitted: list[dict[str, Any]] = []
 
     def start(self) -> None:
         """Ready from the beginning."""
+
+    @property
+    def load(self) -> FakeLoad:
+        return FakeLoad(len(self.live), 0, len(self.live) / self.max_live)
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
+
+    def start_profile(self, folder: str) -> None:
+        self.profiles.append(folder)
+
+    def stop_profile(self) -> None:
+        self.profiles.append("stopped")
 
     def submit_all(self, submissions: Sequence[Submission]) -> list[FakeStream]:
         if self.state == "dead":

@@ -15,8 +15,9 @@ import uvicorn
 
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
-from jaxserve.server.http_app import HttpSettings, build_app
+from jaxserve.server.http_app import build_app
 from jaxserve.server.service import GenerationService
+from jaxserve.server.settings import HttpSettings
 
 
 class RunningServer:

@@ -8,9 +8,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from jaxserve.server.http_app import HttpSettings
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
+from jaxserve.server.settings import HttpSettings
 from tests.server.conftest import BASELINE
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import RunningServer, until
