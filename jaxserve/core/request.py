@@ -81,6 +81,7 @@ class Request:
       prompt_token_ids: int[L], L >= 1.
       params: sampling settings; `params.n` is ignored here.
       eos_token_ids: ids that end the output unless `params.ignore_eos`.
+      bad_token_ids: ids that are never sampled, those of `params.bad_words`.
       max_tokens: output tokens granted: `params.max_tokens` clipped to the context; >= 0.
       seed: 64 bits, drawn by the engine when the client gave none.
       priority: lower first.
@@ -101,6 +102,7 @@ class Request:
     tenant: str = ""
     service_class: str = ""
     cache_salt: str = ""
+    bad_token_ids: tuple[int, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -36,7 +36,6 @@ from jaxserve.engine.engine import Engine, Progress, Sink
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import RequestStream
-from jaxserve.engine.validation import make_requests
 from jaxserve.text import Tokenizer
 
 EngineFactory = Callable[[EngineConfig, Progress], Engine]
@@ -185,7 +184,7 @@ class AsyncEngine:
         engine, now = self.engine, time.monotonic()
         try:
             self._check_num_choices(submissions)
-            requests = [self._requests(submission, now) for submission in submissions]
+            requests = [engine.make_requests(submission, now) for submission in submissions]
         except ValueError:
             engine.metrics.rejected("invalid")
             raise
@@ -318,18 +317,6 @@ class AsyncEngine:
         raise ValueError(
             f"prompt: {len(submissions)} prompts ask for {asked} choices in all; the limit is {self.max_choices}"
             f" ({limit}): send fewer per request"
-        )
-
-    def _requests(self, submission: Submission, now: float) -> list[Request]:
-        return make_requests(
-            submission.prompt_token_ids,
-            submission.params,
-            self.engine.limits,
-            request_id=submission.request_id,
-            terms=submission.terms,
-            now=now,
-            service_classes=self.config.service_classes,
-            draw_seed=self.engine.draw_seed,
         )
 
     def _open(self, submission: Submission) -> tuple[RequestStream, dict[str, None]]:

@@ -37,7 +37,13 @@ class TokenizerApi(Protocol):
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def encode_chat(
-        self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> list[int]: ...
 
 

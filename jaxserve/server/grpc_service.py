@@ -18,10 +18,12 @@ from grpc_reflection.v1alpha import reflection
 from jaxserve.core import SamplingParams, Terms
 from jaxserve.server.auth import check_authorization
 from jaxserve.server.errors import ApiError, stream_error, unfinished_error
+from jaxserve.server.field_checks import check_name, check_request_id
 from jaxserve.server.grpc_convert import chat_messages, delta_response, error_metadata, prompt_scores, sampling_params
+from jaxserve.server.messages import chat_end
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
-from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, check_name, check_request_id
+from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.version import package_version
 
@@ -144,9 +146,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             chat = request.chat
             if request.HasField("add_special_tokens"):
                 raise ApiError("invalid", NO_SPECIAL_TOKENS_IN_CHAT, param="add_special_tokens")
-            add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+            add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
             messages = chat_messages(chat)
-            return await self._service.encode_chat(messages, add_prompt, param="input", converts=converts)
+            end = chat_end(messages, add_prompt, None)
+            return await self._service.encode_chat(messages, end, param="input", converts=converts)
         if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
             return list(request.token_ids.ids)
         raise ApiError("invalid", "input is missing; set text, token_ids or chat", param="input")

@@ -11,6 +11,7 @@ from typing import Any
 from jaxserve.core import NO_TERMS, SamplingParams, Submission, Terms
 from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
+from jaxserve.server.messages import ChatEnd
 
 INLINE_CHARS = 1000
 """Work on so many characters in all is done on the event loop (about half a millisecond); more in a thread."""
@@ -18,7 +19,7 @@ CALL_CHARS = 50
 """What a text costs besides its characters, in characters."""
 MAX_DETOKENIZE_IDS = 1 << 20
 MAX_VARIABLES_CHARS = 1 << 16
-RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt")
+RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that have their own place in a request."""
 
 
@@ -82,7 +83,7 @@ class GenerationService:
     async def encode_chat(
         self,
         messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
+        end: ChatEnd = ChatEnd.GENERATION_PROMPT,
         variables: Mapping[str, Any] | None = None,
         *,
         param: str,
@@ -91,6 +92,7 @@ class GenerationService:
         """Token ids of messages rendered by the model's chat template.
 
         Args:
+          end: how the text ends.
           variables: more of the template's variables (`chat_template_kwargs`).
           param, converts: see `encode`.
 
@@ -111,9 +113,12 @@ class GenerationService:
             raise ApiError("invalid", message, param="chat_template_kwargs")
         tokenizer = self.engine.tokenizer
         size = texts + given + CALL_CHARS * len(messages)
-        return await self.run(
-            size, lambda: tokenizer.encode_chat(messages, add_generation_prompt, **variables), converts
-        )
+        opens, continues = end is ChatEnd.GENERATION_PROMPT, end is ChatEnd.CONTENT
+
+        def work() -> list[int]:
+            return tokenizer.encode_chat(messages, opens, continue_final_message=continues, **variables)
+
+        return await self.run(size, work, converts)
 
     async def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids, found in the threads that prompts do not wait for.

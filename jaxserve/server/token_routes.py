@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from jaxserve.server.answering import answer, answer_with, body_schema
 from jaxserve.server.errors import ApiError
+from jaxserve.server.field_checks import parse_model
 from jaxserve.server.json_body import JsonResponse
-from jaxserve.server.messages import normalize_messages
-from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, DetokenizeRequest, TokenizeRequest, parse_model
+from jaxserve.server.messages import chat_end, normalize_messages
+from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, DetokenizeRequest, TokenizeRequest
 from jaxserve.server.service import GenerationService
 
 
@@ -31,9 +32,9 @@ def add_token_routes(app: FastAPI, service: GenerationService, max_body_bytes: i
             if spec.add_special_tokens is not None:
                 raise ApiError("invalid", NO_SPECIAL_TOKENS_IN_CHAT, param="add_special_tokens")
             messages = normalize_messages(spec.messages)
-            add_prompt = spec.add_generation_prompt is not False
+            end = chat_end(messages, spec.add_generation_prompt, spec.continue_final_message)
             variables = spec.chat_template_kwargs
-            ids = await service.encode_chat(messages, add_prompt, variables, param="messages", converts=True)
+            ids = await service.encode_chat(messages, end, variables, param="messages", converts=True)
         strings = await service.token_texts(ids) if spec.return_token_strs else None
         max_model_len = service.engine.max_model_len
         content = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}

@@ -53,7 +53,13 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < 256 else b"<eos>"
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> list[int]:
         if messages[0]["role"] == "system":
             raise ValueError("the chat template refused the messages: System role not supported")
