@@ -35,7 +35,7 @@ async def create_chat_completion(service: GenerationService, request: Request, b
     logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
     params = spec.sampling_params(max_tokens=spec.max_tokens, logprobs=logprobs)
     request_id = spec.request_id or new_request_id("chatcmpl")
-    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(request.headers))
+    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(request))
     answer = _Answer(service, spec, request_id, streams[0])
     headers = {"X-Request-Id": request_id}
     if spec.stream:

@@ -41,7 +41,7 @@ async def create_completion(service: GenerationService, request: Request, body: 
         return spec.sampling_params(**overrides)
 
     request_id = spec.request_id or new_request_id("cmpl")
-    streams = service.submit(prompts, params_of, request_id, spec.terms(request.headers))
+    streams = service.submit(prompts, params_of, request_id, spec.terms(request))
     answer = _Answer(service, spec, request_id, echoes, streams)
     headers = {"X-Request-Id": request_id}
     if spec.stream:

@@ -3,6 +3,7 @@
 kind                   HTTP  gRPC                 when
 invalid                400   INVALID_ARGUMENT     a caller's mistake, or a request that can never fit
 unauthenticated        401   UNAUTHENTICATED      missing or wrong API key
+forbidden              403   PERMISSION_DENIED    another tenant than the API key's
 not_found              404   NOT_FOUND            unknown model or path
 method_not_allowed     405   UNIMPLEMENTED
 request_timeout        408   DEADLINE_EXCEEDED    the body did not arrive in time
@@ -46,6 +47,7 @@ class Kind:
 KINDS = {
     "invalid": Kind(400, "invalid_request_error", "INVALID_ARGUMENT"),
     "unauthenticated": Kind(401, "authentication_error", "UNAUTHENTICATED"),
+    "forbidden": Kind(403, "permission_error", "PERMISSION_DENIED"),
     "not_found": Kind(404, "invalid_request_error", "NOT_FOUND"),
     "method_not_allowed": Kind(405, "invalid_request_error", "UNIMPLEMENTED"),
     "request_timeout": Kind(408, "timeout_error", "DEADLINE_EXCEEDED"),

@@ -20,11 +20,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.server.answering import answer, answer_with, body_schema
-from jaxserve.server.auth import ApiKeyGuard
+from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing
 from jaxserve.server.chat import create_chat_completion
 from jaxserve.server.completions import create_completion
 from jaxserve.server.engine_api import EngineApi
@@ -60,8 +61,18 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
     add_token_routes(app, own_service, settings.max_body_bytes)
     add_probes(app, engine, settings)
     add_operator_routes(app, own_service, settings)
-    if settings.api_key:
-        app.add_middleware(ApiKeyGuard, api_key=settings.api_key)
+    if settings.api_keys:
+        open_paths = frozenset[str]() if settings.guard_probes else PROBES
+        app.add_middleware(ApiKeyGuard, keys=KeyRing(settings.api_keys), open_paths=open_paths)
+    if settings.allowed_origins:
+        # Outermost: a browser's preflight request has no key, and a refusal must be readable too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
     return app
 
 

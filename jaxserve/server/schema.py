@@ -13,12 +13,13 @@ Ranges are checked once, in `SamplingParams`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast
+from starlette.requests import Request
 
 from jaxserve.core import SamplingParams, Terms
+from jaxserve.server.auth import agreed_tenant, key_tenant
 from jaxserve.server.field_checks import (
     bias_token_id,
     check_ids,
@@ -164,8 +165,13 @@ class GenerationRequest(BaseModel):
         """Completions per prompt."""
         return 1 if self.n is None else self.n
 
-    def terms(self, headers: Mapping[str, str]) -> Terms:
-        """What is asked of the scheduler, by the body or else by headers."""
+    def terms(self, request: Request) -> Terms:
+        """What is asked of the scheduler, by the body or else by headers; the tenant is the key's where it has one.
+
+        Raises:
+          ApiError: 403; another tenant than the key's.
+        """
+        headers = request.headers
         service_class = self.service_class or headers.get("x-service-class", "")
         tenant = self.tenant or headers.get("x-tenant", "")
         check_name("service_class", service_class)
@@ -174,7 +180,7 @@ class GenerationRequest(BaseModel):
             priority=None if self.priority is None else parse_priority(self.priority),
             deadline_s=self.deadline_s,
             service_class=service_class,
-            tenant=tenant,
+            tenant=agreed_tenant(tenant, key_tenant(request.scope)),
             cache_salt=self.cache_salt or "",
         )
 

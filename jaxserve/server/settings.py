@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.config.api_keys import ApiKey
+
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
     """Settings of the HTTP front.
 
     Attributes:
-      api_key: needed on every path but the probes; None: open.
+      api_keys: one is needed on every path but the probes; none: open.
+      guard_probes: the probes need one too.
+      allowed_origins: of web pages that may read answers (CORS); "*": all; none: CORS is off.
       max_body_bytes: largest request body.
       metrics_compat: "vllm" exports metrics under vLLM's names too; "" does not.
       profile_dir: folder for the traces of `/start_profile`; "": none are written.
     """
 
-    api_key: str | None = None
+    api_keys: tuple[ApiKey, ...] = ()
+    guard_probes: bool = False
+    allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 << 20
     metrics_compat: str = ""
     profile_dir: str = ""

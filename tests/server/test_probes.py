@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxserve.config.api_keys import ApiKey
 from jaxserve.core import NotReadyError
 from jaxserve.server.settings import HttpSettings
 from tests.server.fake_engine import FakeEngine
@@ -111,7 +112,7 @@ def test_metrics_compat_repeats_every_metric_under_vllms_prefix():
 
 @pytest.fixture(scope="module")
 def locked_server():
-    server = RunningServer(FakeEngine, HttpSettings(api_key="secret"))
+    server = RunningServer(FakeEngine, HttpSettings(api_keys=(ApiKey("secret"),)))
     yield server
     server.stop()
 
