@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from absl.flags import ArgumentParser
 
+from jaxserve.config.api_keys import ApiKey, read_api_keys
 from jaxserve.config.service_class import ServiceClass, read_service_classes
 
 
@@ -104,6 +106,33 @@ class TextParser(ArgumentParser[str]):
 
 class RepeatedParser(TextParser):
     """Any text; the flag may be given several times, and its value is the list of them all."""
+
+
+class ApiKeyFileParser(ArgumentParser[tuple[ApiKey, ...]]):
+    """A file of API keys."""
+
+    syntactic_help = "a file with a key a line"
+
+    def parse(self, argument: Any) -> tuple[ApiKey, ...]:
+        return argument if isinstance(argument, tuple) else read_api_keys(argument)
+
+    def flag_type(self) -> str:
+        return "file"
+
+
+class OriginParser(ArgumentParser[str]):
+    """An origin as browsers send it, or * for all."""
+
+    syntactic_help = "an origin"
+
+    def parse(self, argument: Any) -> str:
+        text = str(argument)
+        if text != "*" and not re.fullmatch(r"https?://[^/\s@,]+", text):
+            raise ValueError("must be * or an origin, as https://example.org:8443")
+        return text
+
+    def flag_type(self) -> str:
+        return "origin"
 
 
 class ServiceClassParser(ArgumentParser[tuple[ServiceClass, ...]]):

@@ -16,10 +16,12 @@ from jaxserve.config.engine_config import (
     SchedulerConfig,
 )
 from jaxserve.config.flag_parsers import (
+    ApiKeyFileParser,
     ChoiceParser,
     FloatParser,
     IntParser,
     ListParser,
+    OriginParser,
     RepeatedParser,
     ServiceClassParser,
     TextParser,
@@ -272,12 +274,28 @@ FLAGS: tuple[Flag, ...] = (
         ("http_port", _PORT, 8000, "0: any free port"),
         ("grpc_port", _PORT, 9000, "0: any free port"),
         ("api_key", _TEXT, None, "key that clients must send as bearer token; better given as JAXSERVE_API_KEY"),
+        (
+            "api_key_file",
+            ApiKeyFileParser(),
+            (),
+            "file with a key a line, as key or tenant:key; a tenant's key makes its requests that tenant's",
+        ),
+        ("guard_probes", _BOOL, False, "health, readiness, version and metrics need a key too"),
+        ("ssl_certfile", _TEXT, None, "certificate chain (PEM): HTTP and gRPC are served over TLS"),
+        ("ssl_keyfile", _TEXT, None, "private key (PEM) of ssl_certfile, without a passphrase"),
+        (
+            "allowed_origins",
+            ListParser(OriginParser()),
+            (),
+            "origins whose web pages may read answers (CORS), or *; default: none",
+        ),
         ("max_body_bytes", _COUNT, 8 << 20, "largest request body"),
     ),
     *_server(
         "Operation",
         ("drain_grace_s", FloatParser(low=0), 30.0, "seconds that open requests get to end after SIGTERM"),
         ("metrics_compat", ChoiceParser(("", "vllm")), "", "vllm: also export metrics under vLLM's names"),
+        ("profile_dir", _TEXT, "", "folder for the traces of POST /start_profile; empty: profiling is refused"),
         ("log_level", ChoiceParser(LOG_LEVELS), "info", "least level that is logged"),
     ),
     *_engine(

@@ -13,7 +13,7 @@ from jaxserve.core.errors import (
     UnsupportedModelError,
 )
 from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxserve.core.request import NO_TERMS, FinishReason, Priority, Request, Terms
+from jaxserve.core.request import NO_TERMS, FinishReason, Priority, Request, Submission, Terms
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams, choice_seed
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Submission",
     "Terms",
     "UnsupportedModelError",
     "choice_seed",

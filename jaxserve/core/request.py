@@ -55,6 +55,24 @@ NO_TERMS = Terms()
 
 
 @dataclass(frozen=True, slots=True)
+class Submission:
+    """One prompt as it is handed to an engine, which makes `params.n` `Request`s of it.
+
+    Attributes:
+      prompt_token_ids: int[L].
+      request_id: unique among live requests.
+      terms: what is asked of the scheduler.
+      prompt: its text, when it was text.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    request_id: str
+    terms: Terms = NO_TERMS
+    prompt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and one completion (a client's n > 1 is n of these).
 
@@ -63,6 +81,7 @@ class Request:
       prompt_token_ids: int[L], L >= 1.
       params: sampling settings; `params.n` is ignored here.
       eos_token_ids: ids that end the output unless `params.ignore_eos`.
+      bad_token_ids: ids that are never sampled, those of `params.bad_words`.
       max_tokens: output tokens granted: `params.max_tokens` clipped to the context; >= 0.
       seed: 64 bits, drawn by the engine when the client gave none.
       priority: lower first.
@@ -83,6 +102,7 @@ class Request:
     tenant: str = ""
     service_class: str = ""
     cache_salt: str = ""
+    bad_token_ids: tuple[int, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -17,6 +17,9 @@ MAX_NUM_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_ALLOWED_TOKEN_IDS = 8192
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 256
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 
@@ -37,6 +40,8 @@ class SamplingParams:
       repetition_penalty: in [0.01, 100], over prompt and output: positive logits divided, negative multiplied.
       seed: -2**63 .. 2**63-1; None: the engine draws one.
       logit_bias: token id -> additive bias in [-100, 100], at most 1024 entries.
+      allowed_token_ids: the only ids that may be sampled, EOS among them or not; None: all.
+      bad_words: words that no token may be, neither alone nor after a space; each must be one token.
       stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
       stop_token_ids: ids that end the output; like EOS they are in `token_ids`, not in the text.
       ignore_eos: EOS ids are ordinary tokens.
@@ -61,6 +66,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -76,6 +83,9 @@ class SamplingParams:
         set_(self, "stop", tuple(self.stop or ()))
         set_(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         set_(self, "logit_bias", dict(self.logit_bias or {}))
+        set_(self, "bad_words", (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ()))
+        if self.allowed_token_ids is not None:
+            set_(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         _check_int("n", self.n, 1, MAX_NUM_CHOICES)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 0, 2**63 - 1)
@@ -97,6 +107,8 @@ class SamplingParams:
                 _check_int(name, value, 0, MAX_LOGPROBS)
         self._check_stops()
         self._check_bias()
+        self._check_allowed()
+        self._check_bad_words()
 
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -120,6 +132,29 @@ class SamplingParams:
             _check_int("logit_bias token id", token_id, 0, 2**31 - 1)
             _check_float(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
 
+    def _check_allowed(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is None:
+            return
+        if not allowed:
+            raise ValueError("allowed_token_ids is empty; leave it out to allow every token")
+        if len(allowed) > MAX_ALLOWED_TOKEN_IDS:
+            raise ValueError(f"allowed_token_ids has {len(allowed)} ids; the limit is {MAX_ALLOWED_TOKEN_IDS}")
+        if set(map(type, allowed)) != {int}:
+            other = next(token_id for token_id in allowed if type(token_id) is not int)
+            raise ValueError(f"allowed_token_ids must hold integers; got {other!r}")
+
+    def _check_bad_words(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ValueError(f"bad_words has {len(self.bad_words)} words; the limit is {MAX_BAD_WORDS}")
+        for word in self.bad_words:
+            if not isinstance(word, str):
+                raise ValueError(f"bad_words must hold strings; got {word!r}")
+            if not word.strip():
+                raise ValueError(f"bad_words has {word!r}; a word must have a character that is no blank")
+            if len(word) > MAX_BAD_WORD_CHARS:
+                raise ValueError(f"bad_words has a word of {len(word)} characters; the limit is {MAX_BAD_WORD_CHARS}")
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
@@ -127,9 +162,11 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether the row needs the dense per-slot state: bias, penalties or held-off stop ids."""
+        """Whether the row needs the dense per-slot state: bias, barred tokens, penalties or held-off stop ids."""
         return bool(
             self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
             or self.presence_penalty
             or self.frequency_penalty
             or self.repetition_penalty != 1.0

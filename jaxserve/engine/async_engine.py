@@ -11,9 +11,10 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import jax
 from absl import logging
 
 from jaxserve.config import EngineConfig
@@ -25,15 +26,16 @@ from jaxserve.core import (
     NotReadyError,
     RejectedError,
     Rejection,
+    Request,
     RequestFailedError,
     SamplingParams,
+    Submission,
     Terms,
 )
-from jaxserve.engine.engine import Engine, Progress
-from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.engine import Engine, Progress, Sink
+from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import RequestStream
-from jaxserve.engine.validation import make_requests
 from jaxserve.text import Tokenizer
 
 EngineFactory = Callable[[EngineConfig, Progress], Engine]
@@ -117,6 +119,27 @@ class AsyncEngine:
         """The engine's metrics."""
         return self.engine.metrics
 
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        return self.engine.load
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached page; live requests keep theirs."""
+        self.engine.reset_prefix_cache()
+
+    def start_profile(self, folder: str) -> None:
+        """Begins a trace of the process by jax's profiler, written into `folder` when it stops; may take seconds.
+
+        Raises:
+          RuntimeError: one is running.
+        """
+        jax.profiler.start_trace(folder)
+
+    def stop_profile(self) -> None:
+        """Ends the trace and writes it; may take seconds."""
+        jax.profiler.stop_trace()
+
     def submit(
         self,
         *,
@@ -126,7 +149,7 @@ class AsyncEngine:
         request_id: str | None = None,
         terms: Terms = NO_TERMS,
     ) -> RequestStream:
-        """Queues a request; call it on the event loop that will read the stream.
+        """Queues one prompt: `submit_all` with one submission; call it on the event loop that will read the stream.
 
         Args:
           prompt: text, tokenised here unless `prompt_token_ids` is given.
@@ -141,59 +164,53 @@ class AsyncEngine:
           EngineDeadError: the engine's thread has died.
         """
         self._raise_unless_ready()
-        engine = self.engine
         if prompt_token_ids is None:
             if prompt is None:
                 raise ValueError("prompt is missing; give text or token ids")
-            prompt_token_ids = engine.tokenizer.encode(prompt)
+            prompt_token_ids = self.tokenizer.encode(prompt)
         request_id = request_id or f"req-{secrets.token_hex(8)}"
+        (stream,) = self.submit_all([Submission(prompt_token_ids, params, request_id, terms, prompt)])
+        return stream
+
+    def submit_all(self, submissions: Sequence[Submission]) -> list[RequestStream]:
+        """Queues every choice of some prompts, or none; what is refused has disturbed nobody.
+
+        Call it on the event loop that will read the streams, one per prompt and in their order.
+
+        Raises:
+          As `submit`.
+        """
+        self._raise_unless_ready()
+        engine, now = self.engine, time.monotonic()
         try:
-            if params.n > self.max_choices:
-                raise ValueError(
-                    f"n is {params.n}; at most {self.max_choices} choices can run and wait at once"
-                    " (max_num_seqs + max_queue_requests)"
-                )
-            requests = make_requests(
-                prompt_token_ids,
-                params,
-                engine.limits,
-                request_id=request_id,
-                terms=terms,
-                now=time.monotonic(),
-                service_classes=self.config.service_classes,
-                draw_seed=engine.draw_seed,
-            )
+            self._check_num_choices(submissions)
+            requests = [engine.make_requests(submission, now) for submission in submissions]
         except ValueError:
             engine.metrics.rejected("invalid")
             raise
-        live: dict[str, None] = {}  # ids of choices that have not ended
-        stream = RequestStream(request_id, prompt, list(prompt_token_ids), params.n, lambda: self._cancel(live))
-        with self._streams_lock:
-            taken = request_id in self._streams
-            if not taken:
-                self._streams[request_id] = stream
-        if taken:
-            engine.metrics.rejected("duplicate_id")
-            raise RejectedError(
-                Rejection("duplicate_id", f"request_id {request_id!r} is live; use another or wait for its end")
-            )
-        live.update(dict.fromkeys(request.request_id for request in requests))
+        opened = [self._open(submission) for submission in submissions]
+        streams = [stream for stream, _ in opened]
+        self._register(streams)
+        arrivals: list[tuple[Request, int, Sink]] = []
+        for (stream, live), choices in zip(opened, requests, strict=True):
+            live.update(dict.fromkeys(request.request_id for request in choices))
+            arrivals += [
+                (request, index, partial(self._push, stream, live, request.request_id))
+                for index, request in enumerate(choices)
+            ]
         try:
-            engine.add_all(
-                [
-                    (request, index, partial(self._push, stream, live, request.request_id))
-                    for index, request in enumerate(requests)
-                ]
-            )
+            engine.add_all(arrivals)
         except (ValueError, RejectedError):
-            live.clear()
-            self._forget(stream)
+            for stream, live in opened:
+                live.clear()
+                self._forget(stream)
             raise
         if self.state == "dead":
-            stream.fail(self._dead_error())
+            for stream in streams:
+                stream.fail(self._dead_error())
         with self._work:
             self._work.notify()
-        return stream
+        return streams
 
     def abort(self, request_id: str) -> bool:
         """Ends a live request; False when there is none of that id."""
@@ -288,6 +305,45 @@ class AsyncEngine:
     def _live(self) -> list[RequestStream]:
         with self._streams_lock:
             return list(self._streams.values())
+
+    def _check_num_choices(self, submissions: Sequence[Submission]) -> None:
+        """Raises ValueError when the choices could never all be live at once."""
+        asked = sum(submission.params.n for submission in submissions)
+        if asked <= self.max_choices:
+            return
+        limit = "max_num_seqs + max_queue_requests"
+        if len(submissions) == 1:
+            raise ValueError(f"n is {asked}; at most {self.max_choices} choices can run and wait at once ({limit})")
+        raise ValueError(
+            f"prompt: {len(submissions)} prompts ask for {asked} choices in all; the limit is {self.max_choices}"
+            f" ({limit}): send fewer per request"
+        )
+
+    def _open(self, submission: Submission) -> tuple[RequestStream, dict[str, None]]:
+        """A stream, and the ids of its choices that have not ended."""
+        live: dict[str, None] = {}
+        stream = RequestStream(
+            submission.request_id,
+            submission.prompt,
+            list(submission.prompt_token_ids),
+            submission.params.n,
+            lambda: self._cancel(live),
+        )
+        return stream, live
+
+    def _register(self, streams: Sequence[RequestStream]) -> None:
+        """Takes the ids of all streams or of none; raises RejectedError when one is live."""
+        named = {stream.request_id: stream for stream in streams}
+        with self._streams_lock:
+            taken = [request_id for request_id in named if request_id in self._streams]
+            if not taken and len(named) == len(streams):
+                self._streams.update(named)
+                return
+        self.engine.metrics.rejected("duplicate_id")
+        request_id = taken[0] if taken else next(iter(named))
+        raise RejectedError(
+            Rejection("duplicate_id", f"request_id {request_id!r} is live; use another or wait for its end")
+        )
 
     def _push(self, stream: RequestStream, live: dict[str, None], choice_id: str, delta: OutputDelta) -> None:
         # Forgotten first: a client that reads the end may reuse the id at once.

@@ -20,16 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from absl import logging
 
 from jaxserve.config import EngineConfig
-from jaxserve.core import FinishReason, RejectedError, Request
-from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.core import FinishReason, RejectedError, Request, Submission
+from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta, RequestState
-from jaxserve.engine.validation import ModelLimits
+from jaxserve.engine.validation import ModelLimits, bad_token_ids, make_requests
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, enable_compile_cache, make_mesh
 from jaxserve.scheduler import Scheduler, StepPlan, TokenEvent, TokenEvents, TraceWriter
@@ -128,6 +128,10 @@ class Engine:
         self.draw_seed: Callable[[], int] = partial(
             (secrets.SystemRandom() if config.seed is None else random.Random(config.seed)).getrandbits, 64
         )
+        # Cached: every prompt of a request has the same words.
+        self._bad_token_ids = lru_cache(maxsize=256)(
+            lambda words: bad_token_ids(words, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
+        )
         self._states: dict[str, RequestState] = {}
         self.ready = False
 
@@ -152,6 +156,33 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a request is live."""
         return bool(self._states)
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is; from any thread."""
+        with self._lock:
+            scheduler = self.scheduler
+            usable = self.runner.scheduler_config.num_pages - 1
+            return EngineLoad(scheduler.num_running, scheduler.num_waiting, scheduler.pages_owned / usable)
+
+    def make_requests(self, submission: Submission, now: float) -> list[Request]:
+        """The requests of a prompt's choices, checked against the model.
+
+        Raises:
+          ValueError: see `validation.make_requests`; or words of `bad_words` are no single tokens.
+        """
+        params = submission.params
+        return make_requests(
+            submission.prompt_token_ids,
+            params,
+            self.limits,
+            request_id=submission.request_id,
+            terms=submission.terms,
+            bad_token_ids=self._bad_token_ids(params.bad_words) if params.bad_words else (),
+            now=now,
+            service_classes=self.config.service_classes,
+            draw_seed=self.draw_seed,
+        )
 
     def add(self, request: Request, index: int, sink: Sink) -> None:
         """Queues a request, choice `index` of its prompt; its deltas go to `sink`, on the stepping thread.
@@ -333,13 +364,7 @@ class Engine:
         self.metrics.preempted(len(plan.preempted), counters.recomputed_tokens_of, swapped)
 
     def _observe_load(self) -> None:
-        scheduler = self.scheduler
-        usable = self.runner.scheduler_config.num_pages - 1
-        self.metrics.load(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            kv_usage=scheduler.pages_owned / usable,
-        )
+        self.metrics.load(self.load)
         self.metrics.set_compiles(COMPILES.count)
 
     def _eos_token_ids(self) -> tuple[int, ...]:

@@ -11,11 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxserve.config import EngineConfig
-from jaxserve.core import NO_TERMS, CompletionOutput, RequestOutput, SamplingParams, Terms
+from jaxserve.core import NO_TERMS, CompletionOutput, RequestOutput, SamplingParams, Submission, Terms
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import append_delta
-from jaxserve.engine.validation import make_requests
 
 Prompt = str | Sequence[int]
 
@@ -70,15 +69,8 @@ class LLM:
         terms_of_each = _one_each("terms", listed, terms, NO_TERMS)
         outputs = [self._output(str(i), p, s) for i, (p, s) in enumerate(zip(listed, each, strict=True))]
         requests = [
-            make_requests(
-                output.prompt_token_ids,
-                s,
-                self.engine.limits,
-                request_id=output.request_id,
-                terms=t,
-                now=time.monotonic(),
-                service_classes=self.engine.config.service_classes,
-                draw_seed=self.engine.draw_seed,
+            self.engine.make_requests(
+                Submission(output.prompt_token_ids, s, output.request_id, t), now=time.monotonic()
             )
             for output, s, t in zip(outputs, each, terms_of_each, strict=True)
         ]

@@ -7,6 +7,7 @@ One registry per engine. Gauges are set from the scheduler's counts after every 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -16,6 +17,21 @@ from jaxserve.engine.output_processor import RequestState
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is.
+
+    Attributes:
+      running: requests with a slot; choices count singly.
+      waiting: requests in the queue.
+      kv_usage: share of the KV pages in use, 0..1.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
 
 
 class EngineMetrics:
@@ -78,11 +94,11 @@ class EngineMetrics:
         for reason in REJECTION_REASONS:
             self._rejected.labels(**self._labels, reason=reason)
 
-    def load(self, *, running: int, waiting: int, kv_usage: float) -> None:
+    def load(self, load: EngineLoad) -> None:
         """Sets the gauges."""
-        self._running.set(running)
-        self._waiting.set(waiting)
-        self._kv_usage.set(kv_usage)
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        self._kv_usage.set(load.kv_usage)
 
     def queue_time(self, seconds: float) -> None:
         """A request was scheduled for the first time."""

@@ -39,6 +39,27 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
             raise ValueError(f"{name} has id {token_id}; the vocabulary's ids are 0 to {vocab_size - 1}")
 
 
+def bad_token_ids(words: Sequence[str], tokenize: Callable[[str], list[int]]) -> tuple[int, ...]:
+    """The ids of `words`: as in vLLM each word's own token, and that of the word after a space.
+
+    A word of several tokens cannot be held off: its last token is barred only where the others stand before it, and
+    they are known on the device a step before the host, which bars tokens, has seen them.
+
+    Raises:
+      ValueError: a word is several tokens.
+    """
+    ids: dict[int, None] = {}
+    for word in words:
+        stripped = word.lstrip()
+        alone, spaced = tokenize(stripped), tokenize(" " + stripped)
+        if len(alone) != 1:
+            raise ValueError(
+                f"bad_words has {word[:50]!r}, which is {len(alone)} tokens; only words of one token can be held off"
+            )
+        ids.update(dict.fromkeys(alone if len(spaced) != 1 else alone + spaced))
+    return tuple(ids)
+
+
 def make_requests(
     prompt_token_ids: Sequence[int],
     params: SamplingParams,
@@ -46,6 +67,7 @@ def make_requests(
     *,
     request_id: str,
     terms: Terms = NO_TERMS,
+    bad_token_ids: tuple[int, ...] = (),
     now: float = 0.0,
     service_classes: Sequence[ServiceClass] = (),
     draw_seed: Callable[[], int],
@@ -54,13 +76,15 @@ def make_requests(
 
     Args:
       terms: what is asked of the scheduler; a service class fills in what they leave open.
+      bad_token_ids: those of `params.bad_words`.
       now: instant its deadline counts from.
       service_classes: those configured.
       draw_seed: gives 64 bits for a request without a seed.
 
     Raises:
       ValueError: the prompt is empty or too long, an id is not in the vocabulary, prompt and
-        `max_tokens` exceed the context together, a class is not configured, or `priority` is out of range.
+        `max_tokens` exceed the context together, no token may be sampled, a class is not configured, or
+        `priority` is out of range.
     """
     if not prompt_token_ids:
         raise ValueError("prompt has no tokens; it must have at least 1")
@@ -71,6 +95,7 @@ def make_requests(
     check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", list(params.logit_bias), limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_allowed(params, bad_token_ids, limits)
     service_class = _service_class(terms.service_class, service_classes)
     priority = service_class.priority if terms.priority is None else terms.priority
     deadline_s = service_class.deadline_s if terms.deadline_s is None else terms.deadline_s
@@ -92,9 +117,29 @@ def make_requests(
             tenant=terms.tenant,
             service_class=terms.service_class,
             cache_salt=terms.cache_salt,
+            bad_token_ids=bad_token_ids,
         )
         for index in range(params.n)
     ]
+
+
+def _check_allowed(params: SamplingParams, bad: Sequence[int], limits: ModelLimits) -> None:
+    """Raises ValueError unless the allowed ids are in the vocabulary and one of them can be sampled at every step."""
+    allowed = params.allowed_token_ids
+    if allowed is not None and not (min(allowed) >= 0 and max(allowed) < limits.vocab_size):
+        check_token_ids("allowed_token_ids", allowed, limits.vocab_size)
+    check_token_ids("bad_words", bad, limits.vocab_size)
+    if allowed is None and not bad:
+        return
+    left = set(range(limits.vocab_size) if allowed is None else allowed).difference(bad)
+    if not left:
+        raise ValueError("bad_words holds off every token of allowed_token_ids; nothing could be sampled")
+    if params.min_tokens > 0:
+        ends = () if params.ignore_eos else limits.eos_token_ids
+        if not left.difference(ends, params.stop_token_ids):
+            raise ValueError(
+                f"min_tokens is {params.min_tokens}, which holds off EOS and stop ids; allowed_token_ids has no other"
+            )
 
 
 def _service_class(name: str, configured: Sequence[ServiceClass]) -> ServiceClass:

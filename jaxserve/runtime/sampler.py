@@ -23,11 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.runtime.slot_state import SlotState
+from jaxserve.runtime.slot_state import NEVER, SlotState
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LOGPROBS
-
-_NEVER = -1e30
-"""Added to what must not be sampled; finite, so that a row of it still has a maximum."""
 
 
 class TokenScores(NamedTuple):
@@ -115,7 +112,7 @@ def _edit(logits: jax.Array, state: SlotState, fields: dict[str, Any], edits: ja
     x = jnp.where(seen, jnp.where(x > 0, x / factor, x * factor), x)
     x = x - fields["frequency_penalty"][:, None] * counts
     x = x - fields["presence_penalty"][:, None] * (counts > 0)
-    x = jnp.where(state.stop_mask[slots] & held[:, None], _NEVER, x)
+    x = jnp.where(state.stop_mask[slots] & held[:, None], NEVER, x)
     return jnp.where(edits[:, None], x, logits)
 
 
@@ -144,7 +141,7 @@ def _keep_top_k(x: jax.Array, top_k: jax.Array) -> jax.Array:
     """Masks all but the `top_k` largest of each row (0: all; ties with the k-th are kept)."""
     wanted = jnp.where(top_k > 0, top_k, x.shape[-1])
     threshold = _largest_key(x, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= wanted)
-    return jnp.where(_ordered(x) >= threshold[:, None], x, _NEVER)
+    return jnp.where(_ordered(x) >= threshold[:, None], x, NEVER)
 
 
 def _keep_top_p(x: jax.Array, top_p: jax.Array) -> jax.Array:
@@ -155,7 +152,7 @@ def _keep_top_p(x: jax.Array, top_p: jax.Array) -> jax.Array:
     threshold = _largest_key(x, lambda kept: jnp.sum(jnp.where(kept, weights, 0.0), axis=-1) >= wanted)
     # The likeliest stays whatever rounding does to the threshold: x is 0 there.
     keep = (_ordered(x) >= threshold[:, None]) | (top_p >= 1)[:, None] | (x >= 0)
-    return jnp.where(keep, x, _NEVER)
+    return jnp.where(keep, x, NEVER)
 
 
 def _ordered(x: jax.Array) -> jax.Array:

@@ -16,13 +16,16 @@ import numpy as np
 
 from jaxserve.core import Request
 
+NEVER = -1e30
+"""Added to what must not be sampled; finite, so that a row of it still has a maximum."""
+
 
 class SlotState(NamedTuple):
     """Arrays of B + 1 slots (the last is scratch) and V vocabulary entries.
 
     Attributes:
       last_token: int32[B + 1].
-      bias: float32[B + 1, V], added to logits.
+      bias: float32[B + 1, V], added to logits; `NEVER` for ids that the request bars.
       stop_mask: bool[B + 1, V], ids held off while min_tokens is not reached.
       prompt_mask: bool[B + 1, V], ids that occur in the prompt.
       output_counts: int32[B + 1, V], how often each id was sampled.
@@ -59,16 +62,27 @@ def abstract_slot_state(max_num_seqs: int, vocab_size: int) -> SlotState:
 
 def slot_row(request: Request, output_token_ids: list[int], last_token_id: int, vocab_size: int) -> SlotRow:
     """The row of a request that takes a slot, `output_token_ids` being what it sampled before."""
-    bias = np.zeros(vocab_size, np.float32)
     stop_mask = np.zeros(vocab_size, np.bool_)
     prompt_mask = np.zeros(vocab_size, np.bool_)
     counts = np.zeros(vocab_size, np.int32)
-    for token_id, value in request.params.logit_bias.items():
-        bias[token_id] = value
     stop_mask[list(request.stop_ids)] = True
     prompt_mask[np.asarray(request.prompt_token_ids)] = True
     np.add.at(counts, np.asarray(output_token_ids, np.int64), 1)
-    return SlotRow(np.asarray(max(last_token_id, 0), np.int32), bias, stop_mask, prompt_mask, counts)
+    return SlotRow(
+        np.asarray(max(last_token_id, 0), np.int32), _bias(request, vocab_size), stop_mask, prompt_mask, counts
+    )
+
+
+def _bias(request: Request, vocab_size: int) -> np.ndarray:
+    params = request.params
+    bias = np.zeros(vocab_size, np.float32)
+    if params.allowed_token_ids is not None:
+        bias[:] = NEVER
+        bias[np.asarray(params.allowed_token_ids)] = 0
+    for token_id, value in params.logit_bias.items():
+        bias[token_id] += value
+    bias[list(request.bad_token_ids)] = NEVER
+    return bias
 
 
 def place_row(state: SlotState, slot: jax.Array, row: SlotRow) -> SlotState:

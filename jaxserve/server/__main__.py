@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.config.flags import engine_config_from_flags, parse_flags
+from jaxserve.config.api_keys import merged_keys
+from jaxserve.config.flags import engine_config_from_flags, exit_with, parse_flags
+from jaxserve.server.tls import tls_files
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,19 +21,32 @@ def main(argv: Sequence[str]) -> int:
     """
     flags = parse_flags("server", argv)
     config = engine_config_from_flags(flags)
+    try:
+        api_keys = merged_keys(flags.api_key, flags.api_key_file)
+        tls = tls_files(flags.ssl_certfile, flags.ssl_keyfile)
+    except ValueError as error:
+        exit_with(f"--{error}")
     # Imported after the flags are checked: jax takes seconds, a mistyped flag should not.
     from jaxserve.engine import AsyncEngine
     from jaxserve.server.console import StartupDisplay
-    from jaxserve.server.http_app import HttpSettings
     from jaxserve.server.launcher import Launcher, ServerSettings
+    from jaxserve.server.settings import HttpSettings
 
-    http = HttpSettings(api_key=flags.api_key, max_body_bytes=flags.max_body_bytes, metrics_compat=flags.metrics_compat)
+    http = HttpSettings(
+        api_keys=api_keys,
+        guard_probes=flags.guard_probes,
+        allowed_origins=flags.allowed_origins,
+        max_body_bytes=flags.max_body_bytes,
+        metrics_compat=flags.metrics_compat,
+        profile_dir=flags.profile_dir,
+    )
     settings = ServerSettings(
         host=flags.host,
         http_port=flags.http_port,
         grpc_port=flags.grpc_port,
         drain_grace_s=flags.drain_grace_s,
         http=http,
+        tls=tls,
     )
     # jax reports every backend that is not there; what is used shows in the memory plan.
     logging.getLogger("jax").setLevel(logging.WARNING)

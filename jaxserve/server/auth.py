@@ -3,50 +3,93 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxserve.config.api_keys import ApiKey
 from jaxserve.server.errors import ApiError
 from jaxserve.server.json_body import error_response
 
-OPEN_PATHS = frozenset(("/health", "/ready", "/version", "/metrics"))
-"""Paths that probes and scrapers reach without a key; everything else needs it."""
+PROBES = frozenset(("/health", "/ready", "/version", "/metrics"))
+"""Paths that probes and scrapers reach without a key, unless they are guarded too."""
+_TENANT = "jaxserve.tenant"
 
 
-def check_authorization(header: str | None, api_key: str) -> None:
-    """Checks an `Authorization` value, taking the same time whatever it holds.
+class KeyRing:
+    """The keys of a server; without one it is open.
+
+    Args:
+      keys: each with its tenant.
+    """
+
+    def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
+        self._keys = [(each.key.encode("utf-8", "surrogateescape"), each.tenant) for each in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def tenant_of(self, header: str | None) -> str:
+        """The tenant of an `Authorization` value, "" when its key has none or no key is needed.
+
+        Every key is compared, and each comparison takes the same time whatever was sent.
+
+        Raises:
+          ApiError: unauthenticated.
+        """
+        if not self._keys:
+            return ""
+        scheme, _, text = (header or "").partition(" ")
+        given = text.strip().encode("utf-8", "surrogateescape")
+        found = [tenant for key, tenant in self._keys if hmac.compare_digest(given, key)]
+        if scheme.lower() != "bearer" or not found:
+            message = "the API key is wrong" if header else "an API key is needed; send Authorization: Bearer KEY"
+            raise ApiError("unauthenticated", message, code="invalid_api_key")
+        return found[0]
+
+
+def agreed_tenant(asked: str, of_key: str) -> str:
+    """The tenant of a request: its key's, which what it asks for must not contradict.
 
     Raises:
-      ApiError: unauthenticated.
+      ApiError: forbidden.
     """
-    scheme, _, given = (header or "").partition(" ")
-    matches = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), api_key.encode())
-    if scheme.lower() != "bearer" or not matches:
-        message = "the API key is wrong" if header else "an API key is needed; send Authorization: Bearer KEY"
-        raise ApiError("unauthenticated", message, code="invalid_api_key")
+    if of_key and asked and asked != of_key:
+        message = f"tenant is {asked[:50]!r}; this API key is of tenant {of_key!r}: leave tenant out"
+        raise ApiError("forbidden", message, param="tenant", code="wrong_tenant")
+    return of_key or asked
+
+
+def key_tenant(scope: Scope) -> str:
+    """The tenant of the key that an HTTP request was let in with."""
+    tenant: str = scope.get(_TENANT, "")
+    return tenant
 
 
 class ApiKeyGuard:
-    """ASGI middleware that refuses requests without the key.
+    """ASGI middleware that refuses requests without a key.
 
     Args:
       app: the application behind it.
-      api_key: the key.
+      keys: at least one.
+      open_paths: need none.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: frozenset[str]) -> None:
         self._app = app
-        self._api_key = api_key
+        self._keys = keys
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on, or answers 401."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
             header = next((value for name, value in scope["headers"] if name == b"authorization"), None)
             try:
-                check_authorization(None if header is None else header.decode("latin-1"), self._api_key)
+                tenant = self._keys.tenant_of(None if header is None else header.decode("latin-1"))
             except ApiError as error:
                 response = error_response(error)
                 response.headers["Connection"] = "close"  # the body is never read
                 await response(scope, receive, send)
                 return
+            scope = {**scope, _TENANT: tenant}
         await self._app(scope, receive, send)

@@ -11,32 +11,42 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core import RequestOutput
+from jaxserve.server.auth import key_tenant
 from jaxserve.server.engine_api import StreamApi
 from jaxserve.server.errors import stream_error, unfinished_error
 from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
-from jaxserve.server.messages import normalize_messages
+from jaxserve.server.messages import chat_end, normalize_messages
 from jaxserve.server.schema import ChatRequest
 from jaxserve.server.service import GenerationService, new_request_id
-from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage
+from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage, usage_so_far
 from jaxserve.server.streaming import Answer, respond
 
 
 async def create_chat_completion(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
     """Answers one request; raises what `to_api_error` maps."""
-    return await respond(request, await begin_chat_completion(service, body, request.headers))
+    answer = await begin_chat_completion(service, body, request.headers, key_tenant(request.scope))
+    return await respond(request, answer)
 
 
-async def begin_chat_completion(service: GenerationService, body: dict[str, Any], headers: Mapping[str, str]) -> Answer:
-    """Submits one request; its answer comes from the streams. Raises what `to_api_error` maps."""
+async def begin_chat_completion(
+    service: GenerationService, body: dict[str, Any], headers: Mapping[str, str], tenant: str = ""
+) -> Answer:
+    """Submits one request; its answer comes from the streams. Raises what `to_api_error` maps.
+
+    `tenant`: of the caller's key, where it has one.
+    """
     spec = ChatRequest.parse(body)
     service.check_ready(spec.model)
     messages = normalize_messages(spec.messages)
-    add_prompt = spec.add_generation_prompt is not False
-    prompt = await service.encode_chat(messages, add_prompt, spec.chat_template_kwargs, param="messages")
+    end = chat_end(messages, spec.add_generation_prompt, spec.continue_final_message)
+    kept = spec.kept_tokens(service.engine.max_model_len)
+    prompt = await service.encode_chat(messages, end, spec.chat_template_kwargs, param="messages")
+    if kept is not None:
+        prompt = prompt[-kept:]
     logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
     params = spec.sampling_params(max_tokens=spec.max_tokens, logprobs=logprobs)
     request_id = spec.request_id or new_request_id("chatcmpl")
-    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(headers))
+    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(headers, tenant))
     return _Answer(service, spec, request_id, streams[0])
 
 
@@ -99,10 +109,11 @@ class _Answer:
                 error = unfinished_error(delta.finish_reason, self._engine.state)
                 if error is not None:
                     raise error
+                before = self._usage_so_far(num_tokens)
                 num_tokens += len(delta.token_ids)
                 if delta.index not in begun:
                     begun.add(delta.index)
-                    yield writer.chunk(delta.index, _ROLE, more=b',"logprobs":null')
+                    yield writer.chunk(delta.index, _ROLE, more=b',"logprobs":null', usage=before)
                 shown = spec.logprobs or spec.return_token_ids
                 if not delta.text and not delta.finish_reason and not (shown and delta.token_ids):
                     continue
@@ -114,11 +125,8 @@ class _Answer:
                 if spec.return_token_ids:
                     more += member("token_ids", delta.token_ids)
                 payload = b'"delta":{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b'"delta":{}'
-                if delta.finish_reason:
-                    finish = finish_members(delta.finish_reason, delta.stop_reason)
-                    yield writer.chunk(delta.index, payload, finish, more)
-                else:
-                    yield writer.chunk(delta.index, payload, more=more)
+                finish = finish_members(delta.finish_reason, delta.stop_reason)
+                yield writer.chunk(delta.index, payload, finish, more, self._usage_so_far(num_tokens))
         except Exception as exc:
             yield error_event(stream_error(exc, self._engine.state))
             return
@@ -127,6 +135,11 @@ class _Answer:
                 usage(len(self._stream.prompt_token_ids), num_tokens, self._stream.num_cached_tokens)
             )
         yield DONE
+
+    def _usage_so_far(self, num_tokens: int) -> dict[str, Any] | None:
+        if not self._spec.continuous_usage:
+            return None
+        return usage_so_far(len(self._stream.prompt_token_ids), num_tokens)
 
 
 _ROLE = b'"delta":{"role":"assistant","content":""}'

@@ -11,36 +11,35 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core import RequestOutput, SamplingParams
+from jaxserve.server.auth import key_tenant
 from jaxserve.server.engine_api import Delta, StreamApi, TokenLogprobs
 from jaxserve.server.errors import stream_error, unfinished_error
 from jaxserve.server.logprobs import CompletionLogprobs, prompt_logprobs
 from jaxserve.server.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from jaxserve.server.service import GenerationService, new_request_id
-from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage
+from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage, usage_so_far
 from jaxserve.server.streaming import Answer, merge, respond
 
 
 async def create_completion(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
     """Answers one request; raises what `to_api_error` maps."""
-    return await respond(request, await begin_completion(service, body, request.headers))
+    answer = await begin_completion(service, body, request.headers, key_tenant(request.scope))
+    return await respond(request, answer)
 
 
-async def begin_completion(service: GenerationService, body: dict[str, Any], headers: Mapping[str, str]) -> Answer:
-    """Submits one request; its answer comes from the streams. Raises what `to_api_error` maps."""
+async def begin_completion(
+    service: GenerationService, body: dict[str, Any], headers: Mapping[str, str], tenant: str = ""
+) -> Answer:
+    """Submits one request; its answer comes from the streams. Raises what `to_api_error` maps.
+
+    `tenant`: of the caller's key, where it has one.
+    """
     spec = CompletionRequest.parse(body)
     service.check_ready(spec.model)
     max_model_len = service.engine.max_model_len
-    given = spec.prompts(max_model_len)
-    texts = [prompt for prompt in given if isinstance(prompt, str)]
-    prompts = [prompt for prompt in given if isinstance(prompt, list)]
-    if texts:  # prompts are all texts or all ids
-        prompts = await service.encode(texts, spec.add_special_tokens is not False, param="prompt")
     if spec.logprobs is not None:
         service.check_tokenizer()
-    echoes: list[str | None] = [None] * len(given)
-    if spec.echo:
-        size = 4 * sum(map(len, given))
-        echoes = await service.run(size, lambda: [_echo_text(service, prompt) for prompt in given])
+    prompts, echoes = await _prompts(service, spec)
 
     def params_of(num_prompt_tokens: int) -> SamplingParams:
         overrides: dict[str, Any] = {"logprobs": spec.logprobs}
@@ -53,11 +52,31 @@ async def begin_completion(service: GenerationService, body: dict[str, Any], hea
         return spec.sampling_params(**overrides)
 
     request_id = spec.request_id or new_request_id("cmpl")
-    streams = service.submit(prompts, params_of, request_id, spec.terms(headers))
+    streams = service.submit(prompts, params_of, request_id, spec.terms(headers, tenant))
     return _Answer(service, spec, request_id, echoes, streams)
 
 
-def _echo_text(service: GenerationService, prompt: str | list[int]) -> str | None:
+async def _prompts(service: GenerationService, spec: CompletionRequest) -> tuple[list[list[int]], Sequence[str | None]]:
+    """Token ids of each prompt, and what `echo` shows of it."""
+    max_model_len = service.engine.max_model_len
+    kept = spec.kept_tokens(max_model_len)
+    given = spec.prompts(max_model_len)
+    texts = [prompt for prompt in given if isinstance(prompt, str)]
+    prompts = [prompt for prompt in given if isinstance(prompt, list)]
+    if texts:  # prompts are all texts or all ids
+        prompts = await service.encode(texts, spec.add_special_tokens is not False, param="prompt")
+    shown: list[str | list[int]] = list(given)
+    if kept is not None:
+        for index, ids in enumerate(prompts):
+            if len(ids) > kept:
+                shown[index] = prompts[index] = ids[-kept:]
+    if not spec.echo:
+        return prompts, [None] * len(prompts)
+    size = 4 * sum(map(len, shown))
+    return prompts, await service.run(size, lambda: [_echo_text(service, prompt) for prompt in shown])
+
+
+def _echo_text(service: GenerationService, prompt: str | list[int]) -> str:
     """What `echo` shows of a prompt; ids that the engine is going to refuse are skipped."""
     if isinstance(prompt, str):
         return prompt
@@ -169,10 +188,9 @@ class _Answer:
                 if spec.return_token_ids:
                     more += member("token_ids", delta.token_ids)
                 payload = b'"text":' + orjson.dumps(text)
-                if delta.finish_reason:
-                    yield writer.chunk(index, payload, finish_members(delta.finish_reason, delta.stop_reason), more)
-                else:
-                    yield writer.chunk(index, payload, more=more)
+                finish = finish_members(delta.finish_reason, delta.stop_reason)
+                so_far = usage_so_far(self._num_prompt_tokens, num_tokens) if spec.continuous_usage else None
+                yield writer.chunk(index, payload, finish, more, so_far)
         except Exception as exc:
             yield error_event(stream_error(exc, self._engine.state))
             return

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from jaxserve.core import NO_TERMS, Logprob, RequestOutput, SamplingParams, Terms
+from jaxserve.core import Logprob, RequestOutput, Submission
 
 TokenLogprobs = dict[int, Logprob]
 """Of one position: the chosen token and the alternatives asked for."""
@@ -37,7 +37,13 @@ class TokenizerApi(Protocol):
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def encode_chat(
-        self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> list[int]: ...
 
 
@@ -46,6 +52,17 @@ class MetricsApi(Protocol):
 
     @property
     def registry(self) -> CollectorRegistry: ...
+
+
+class LoadApi(Protocol):
+    """See `jaxserve.engine.EngineLoad`."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_usage(self) -> float: ...
 
 
 class Delta(Protocol):
@@ -78,7 +95,7 @@ class StreamApi(Protocol):
 
 
 class EngineApi(Protocol):
-    """An engine as its fronts see it; `submit`, `abort` and every property return at once."""
+    """An engine as its fronts see it; `submit_all`, `abort` and every property return at once."""
 
     @property
     def state(self) -> str:
@@ -97,26 +114,24 @@ class EngineApi(Protocol):
     @property
     def max_model_len(self) -> int: ...
     @property
-    def max_choices(self) -> int:
-        """Most choices that can run and wait at once."""
-        ...
-
-    @property
     def created(self) -> int: ...
     @property
     def tokenizer(self) -> TokenizerApi: ...
     @property
     def metrics(self) -> MetricsApi: ...
+    @property
+    def load(self) -> LoadApi: ...
     def start(self) -> None: ...
-    def submit(
-        self,
-        *,
-        prompt: str | None = None,
-        prompt_token_ids: list[int] | None = None,
-        params: SamplingParams,
-        request_id: str | None = None,
-        terms: Terms = NO_TERMS,
-    ) -> StreamApi: ...
+    def reset_prefix_cache(self) -> None: ...
+    def start_profile(self, folder: str) -> None:
+        """May take seconds, as `stop_profile`."""
+        ...
+
+    def stop_profile(self) -> None: ...
+    def submit_all(self, submissions: Sequence[Submission]) -> Sequence[StreamApi]:
+        """Takes or refuses all of them together; see `jaxserve.engine.AsyncEngine`."""
+        ...
+
     def abort(self, request_id: str) -> bool: ...
     async def drain(self, grace_s: float) -> bool: ...
     def shutdown(self) -> None: ...

@@ -3,14 +3,16 @@
 kind                   HTTP  gRPC                 when
 invalid                400   INVALID_ARGUMENT     a caller's mistake, or a request that can never fit
 unauthenticated        401   UNAUTHENTICATED      missing or wrong API key
+forbidden              403   PERMISSION_DENIED    another tenant than the API key's
 not_found              404   NOT_FOUND            unknown model or path
 method_not_allowed     405   UNIMPLEMENTED
 request_timeout        408   DEADLINE_EXCEEDED    the body did not arrive in time
-conflict               409   ALREADY_EXISTS       the request id is live
+conflict               409   ALREADY_EXISTS       the request id is live, or a profile is (not) running
 too_large              413   INVALID_ARGUMENT     the body is over the limit
 unsupported_media      415   INVALID_ARGUMENT     not JSON
 overloaded             429   RESOURCE_EXHAUSTED   the waiting queue is full
 internal               500   INTERNAL             a fault of ours
+not_implemented        501   UNIMPLEMENTED        no such ability
 unavailable            503   UNAVAILABLE          loading, warming up, draining or dead
 expired                504   DEADLINE_EXCEEDED    the request's own deadline passed
 """
@@ -45,6 +47,7 @@ class Kind:
 KINDS = {
     "invalid": Kind(400, "invalid_request_error", "INVALID_ARGUMENT"),
     "unauthenticated": Kind(401, "authentication_error", "UNAUTHENTICATED"),
+    "forbidden": Kind(403, "permission_error", "PERMISSION_DENIED"),
     "not_found": Kind(404, "invalid_request_error", "NOT_FOUND"),
     "method_not_allowed": Kind(405, "invalid_request_error", "UNIMPLEMENTED"),
     "request_timeout": Kind(408, "timeout_error", "DEADLINE_EXCEEDED"),
@@ -53,6 +56,7 @@ KINDS = {
     "unsupported_media": Kind(415, "invalid_request_error", "INVALID_ARGUMENT"),
     "overloaded": Kind(429, "rate_limit_error", "RESOURCE_EXHAUSTED"),
     "internal": Kind(500, "server_error", "INTERNAL"),
+    "not_implemented": Kind(501, "invalid_request_error", "UNIMPLEMENTED"),
     "unavailable": Kind(503, "service_unavailable_error", "UNAVAILABLE"),
     "expired": Kind(504, "timeout_error", "DEADLINE_EXCEEDED"),
 }
@@ -181,7 +185,7 @@ def unfinished_error(finish_reason: str | None, state: str) -> ApiError | None:
 
 def _param(message: str) -> str | None:
     """The field a `SamplingParams` message starts with."""
-    first = message.split(" ", 1)[0]
+    first = message.split(" ", 1)[0].removesuffix(":")
     return first if first.isidentifier() and ("_" in first or first in _FIELDS) else None
 
 

@@ -9,26 +9,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.core import SamplingParams, Terms
-from jaxserve.server.auth import check_authorization
+from jaxserve.server.auth import KeyRing, agreed_tenant
 from jaxserve.server.errors import ApiError, stream_error, unfinished_error
-from jaxserve.server.grpc_convert import chat_messages, delta_response, error_metadata, prompt_scores, sampling_params
-from jaxserve.server.http_app import package_version
+from jaxserve.server.field_checks import check_name, check_request_id
+from jaxserve.server.grpc_convert import chat_messages, delta_response, prompt_scores, sampling_params
+from jaxserve.server.grpc_guard import Context, KeyInterceptor, abort, tenant_of_call
+from jaxserve.server.messages import chat_end
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
-from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, check_name, check_request_id
+from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT
 from jaxserve.server.service import GenerationService, new_request_id
+from jaxserve.server.settings import HttpSettings
+from jaxserve.server.tls import TlsFiles
+from jaxserve.server.version import package_version
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 0.2
-Context = Any
-"""`grpc.aio.ServicerContext`, whose methods the stubs describe only in part."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -36,13 +38,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     Args:
       service: shared with the HTTP front.
-      api_key: needed in the metadata `authorization: Bearer KEY`; None: open.
+      keys: one is needed in the metadata `authorization: Bearer KEY`; none: open.
     """
 
-    def __init__(self, service: GenerationService, api_key: str | None = None) -> None:
+    def __init__(self, service: GenerationService, keys: KeyRing) -> None:
         self._service = service
         self._engine = service.engine
-        self._api_key = api_key
+        self._keys = keys
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Streams one prompt's choices."""
@@ -52,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
             check_request_id(request_id)
             prompt = await self._prompt(request)
-            responses = self._stream(request_id, prompt, params, _terms(request, context), context)
+            responses = self._stream(request_id, prompt, params, self._terms(request, context), context)
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     yield response
@@ -144,29 +146,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             chat = request.chat
             if request.HasField("add_special_tokens"):
                 raise ApiError("invalid", NO_SPECIAL_TOKENS_IN_CHAT, param="add_special_tokens")
-            add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+            add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
             messages = chat_messages(chat)
-            return await self._service.encode_chat(messages, add_prompt, param="input", converts=converts)
+            end = chat_end(messages, add_prompt, None)
+            return await self._service.encode_chat(messages, end, param="input", converts=converts)
         if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
             return list(request.token_ids.ids)
         raise ApiError("invalid", "input is missing; set text, token_ids or chat", param="input")
 
+    def _terms(self, request: pb.GenerateRequest, context: Context) -> Terms:
+        """What the call asks of the scheduler; its deadline is the request's, its key's tenant too."""
+        for name in ("service_class", "tenant", "cache_salt"):
+            check_name(name, getattr(request, name))
+        return Terms(
+            priority=request.priority if request.HasField("priority") else None,
+            deadline_s=context.time_remaining(),
+            service_class=request.service_class,
+            tenant=agreed_tenant(request.tenant, tenant_of_call(self._keys, context.invocation_metadata())),
+            cache_salt=request.cache_salt,
+        )
+
     @contextlib.asynccontextmanager
     async def _errors_to_status(self, context: Context) -> AsyncIterator[None]:
-        """Checks the key, then turns any exception of the body into the call's status."""
+        """Turns any exception of the body into the call's status."""
         try:
-            if self._api_key is not None:
-                metadata = dict(context.invocation_metadata() or ())
-                header = metadata.get("authorization")
-                check_authorization(header if isinstance(header, str) else None, self._api_key)
             yield
         except Exception as exc:
-            await _abort(context, stream_error(exc, self._engine.state))
-
-
-async def _abort(context: Context, error: ApiError) -> NoReturn:
-    await context.abort(grpc.StatusCode[error.grpc_status], error.message, error_metadata(error))
-    raise AssertionError("context.abort returned")
+            await abort(context, stream_error(exc, self._engine.state))
 
 
 class GrpcServer:
@@ -175,8 +181,8 @@ class GrpcServer:
     Args:
       service: shared with the HTTP front.
       host, port: where to listen; port 0 picks a free one.
-      api_key: see `InferenceServicer`.
-      max_message_bytes: largest request.
+      settings: the HTTP front's; keys, guards and the largest request hold here too.
+      tls: None: plain text.
 
     Raises:
       OSError: the address cannot be had.
@@ -187,14 +193,16 @@ class GrpcServer:
         service: GenerationService,
         host: str,
         port: int,
-        api_key: str | None = None,
-        max_message_bytes: int = 8 << 20,
+        settings: HttpSettings,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._engine = service.engine
+        keys = KeyRing(settings.api_keys)
         # Without so_reuseport=0 two servers share a port in silence, each getting half of the calls.
-        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", max_message_bytes)]
-        self._server = grpc.aio.server(options=options)
-        servicer = InferenceServicer(service, api_key)
+        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", settings.max_body_bytes)]
+        interceptors = [KeyInterceptor(keys, settings.guard_probes)]
+        self._server = grpc.aio.server(options=options, interceptors=interceptors)
+        servicer = InferenceServicer(service, keys)
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -202,7 +210,10 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self._server)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.port = self._server.add_insecure_port(address)
+            if tls is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, tls.grpc_credentials())
         except RuntimeError as exc:
             raise OSError(f"gRPC cannot listen on {address}: {exc}") from exc
         if self.port == 0:
@@ -230,16 +241,3 @@ class GrpcServer:
             for name in ("", SERVICE_NAME):
                 await self._health.set(name, now)
             await asyncio.sleep(HEALTH_PERIOD_S)
-
-
-def _terms(request: pb.GenerateRequest, context: Context) -> Terms:
-    """What the call asks of the scheduler; its deadline is the request's."""
-    for name in ("service_class", "tenant", "cache_salt"):
-        check_name(name, getattr(request, name))
-    return Terms(
-        priority=request.priority if request.HasField("priority") else None,
-        deadline_s=context.time_remaining(),
-        service_class=request.service_class,
-        tenant=request.tenant,
-        cache_salt=request.cache_salt,
-    )

@@ -23,9 +23,11 @@ import uvicorn
 from jaxserve.server.console import StartupDisplay
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
-from jaxserve.server.http_app import HttpSettings, build_app
+from jaxserve.server.http_app import build_app
 from jaxserve.server.process import flush_and_exit, wait_until_ready
 from jaxserve.server.service import GenerationService
+from jaxserve.server.settings import HttpSettings
+from jaxserve.server.tls import TlsFiles, uvicorn_options
 
 FLUSH_S = 5.0
 """Time for the last bytes of answers to leave after the engine has drained."""
@@ -39,7 +41,8 @@ class ServerSettings:
       host: address to listen on.
       http_port, grpc_port: 0 picks a free one.
       drain_grace_s: seconds that open requests get after the first signal.
-      http: the HTTP front's own settings; its key and body limit hold for gRPC too.
+      http: the HTTP front's own settings; its keys, guards and body limit hold for gRPC too.
+      tls: for both fronts; None: plain text.
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +50,7 @@ class ServerSettings:
     grpc_port: int = 9000
     drain_grace_s: float = 30.0
     http: HttpSettings = field(default_factory=HttpSettings)
+    tls: TlsFiles | None = None
 
 
 class _HttpServer(uvicorn.Server):
@@ -81,9 +85,7 @@ class Launcher:
         service = GenerationService(self._engine)
         try:
             http_socket = bind(settings.host, settings.http_port)
-            grpc_server = GrpcServer(
-                service, settings.host, settings.grpc_port, settings.http.api_key, settings.http.max_body_bytes
-            )
+            grpc_server = GrpcServer(service, settings.host, settings.grpc_port, settings.http, settings.tls)
         except OSError as error:
             self._display.close()
             print(f"jaxserve: {error}", file=sys.stderr)
@@ -96,6 +98,7 @@ class Launcher:
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=round(FLUSH_S),
+                **uvicorn_options(settings.tls),
             )
         )
         http_task = asyncio.create_task(http_server.serve([http_socket]))
@@ -104,8 +107,9 @@ class Launcher:
         started = await wait_until_ready(self._engine, self._stop)
         if started:
             grpc_address = address(settings.host, grpc_server.port)
-            key = settings.http.api_key is not None
-            self._display.ready(self._engine.model_name, f"http://{http_address}", grpc_address, key)
+            scheme = "http" if settings.tls is None else "https"
+            key = bool(settings.http.api_keys)
+            self._display.ready(self._engine.model_name, f"{scheme}://{http_address}", grpc_address, key)
             print(f"jaxserve ready http={http_address} grpc={grpc_address}", flush=True)
             await self._stop.wait()
             self._display.note(f"stopping: open requests have {settings.drain_grace_s:g} s; a second signal ends now")

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 from jaxserve.server.errors import ApiError
 
 ROLES = ("system", "developer", "user", "assistant")
 MAX_MESSAGES = 4096
+
+
+class ChatEnd(Enum):
+    """How the text of a conversation ends."""
+
+    GENERATION_PROMPT = "the opening of the assistant's turn"
+    TURN = "the end of the last message's turn"
+    CONTENT = "the last message's content, to be continued"
+
+
+def chat_end(
+    messages: list[dict[str, Any]], add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> ChatEnd:
+    """The end that a request asks for.
+
+    Raises:
+      ApiError: 400; both are asked for, or the last message is not the assistant's.
+    """
+    if not continue_final_message:
+        return ChatEnd.TURN if add_generation_prompt is False else ChatEnd.GENERATION_PROMPT
+    if add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt are both true; set one of them"
+        raise ApiError("invalid", message, param="continue_final_message")
+    role = messages[-1]["role"]
+    if role != "assistant":
+        message = f"continue_final_message needs a last message of role assistant; its role is {role}"
+        raise ApiError("invalid", message, param="continue_final_message")
+    return ChatEnd.CONTENT
 
 
 def normalize_messages(messages: list[Any] | None) -> list[dict[str, Any]]:

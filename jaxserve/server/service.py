@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxserve.core import NO_TERMS, SamplingParams, Terms
+from jaxserve.core import NO_TERMS, SamplingParams, Submission, Terms
 from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
+from jaxserve.server.messages import ChatEnd
 
 INLINE_CHARS = 1000
 """Work on so many characters in all is done on the event loop (about half a millisecond); more in a thread."""
@@ -18,7 +19,7 @@ CALL_CHARS = 50
 """What a text costs besides its characters, in characters."""
 MAX_DETOKENIZE_IDS = 1 << 20
 MAX_VARIABLES_CHARS = 1 << 16
-RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt")
+RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that have their own place in a request."""
 
 
@@ -82,7 +83,7 @@ class GenerationService:
     async def encode_chat(
         self,
         messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
+        end: ChatEnd = ChatEnd.GENERATION_PROMPT,
         variables: Mapping[str, Any] | None = None,
         *,
         param: str,
@@ -91,6 +92,7 @@ class GenerationService:
         """Token ids of messages rendered by the model's chat template.
 
         Args:
+          end: how the text ends.
           variables: more of the template's variables (`chat_template_kwargs`).
           param, converts: see `encode`.
 
@@ -111,9 +113,12 @@ class GenerationService:
             raise ApiError("invalid", message, param="chat_template_kwargs")
         tokenizer = self.engine.tokenizer
         size = texts + given + CALL_CHARS * len(messages)
-        return await self.run(
-            size, lambda: tokenizer.encode_chat(messages, add_generation_prompt, **variables), converts
-        )
+        opens, continues = end is ChatEnd.GENERATION_PROMPT, end is ChatEnd.CONTENT
+
+        def work() -> list[int]:
+            return tokenizer.encode_chat(messages, opens, continue_final_message=continues, **variables)
+
+        return await self.run(size, work, converts)
 
     async def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids, found in the threads that prompts do not wait for.
@@ -160,8 +165,8 @@ class GenerationService:
         params_of: Callable[[int], SamplingParams],
         request_id: str,
         terms: Terms = NO_TERMS,
-    ) -> list[StreamApi]:
-        """One stream per prompt; when one is refused the earlier ones are cancelled.
+    ) -> Sequence[StreamApi]:
+        """One stream per prompt; all are taken or refused together.
 
         Args:
           prompts: token ids of each.
@@ -169,33 +174,12 @@ class GenerationService:
           request_id: of a single prompt; prompt i of several is `request_id-i`.
 
         Raises:
-          ApiError: 400; a prompt is empty, or the choices could never all be live at once.
+          ValueError, RejectedError: see `AsyncEngine.submit`.
         """
-        params = [params_of(len(ids)) for ids in prompts]
-        asked = sum(each.n for each in params)
-        if len(prompts) > 1 and asked > self.engine.max_choices:
-            message = (
-                f"{len(prompts)} prompts ask for {asked} choices in all; the limit is {self.engine.max_choices}"
-                " (max_num_seqs + max_queue_requests): send fewer per request"
-            )
-            raise ApiError("invalid", message, param="prompt")
-        streams: list[StreamApi] = []
-        try:
-            for index, ids in enumerate(prompts):
-                if not ids:
-                    raise ApiError("invalid", "the prompt has no tokens; give at least one", param="prompt")
-                streams.append(
-                    self.engine.submit(
-                        prompt_token_ids=ids,
-                        params=params[index],
-                        request_id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
-                        terms=terms,
-                    )
-                )
-        except BaseException:
-            cancel_all(streams)
-            raise
-        return streams
+        names = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
+        return self.engine.submit_all(
+            [Submission(ids, params_of(len(ids)), name, terms) for ids, name in zip(prompts, names, strict=True)]
+        )
 
     async def run[T](self, size: int, work: Callable[[], T], converts: bool = False) -> T:
         """The result of `work`, done in a thread unless it is small.

@@ -13,6 +13,7 @@ import orjson
 from jaxserve.server.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
+UNFINISHED = b'"finish_reason":null'
 
 
 def error_event(error: ApiError) -> bytes:
@@ -36,7 +37,14 @@ class ChunkWriter:
         self.extra_first: bytes = b""
         """JSON members (with a leading comma) for the next chunk's top level; used once."""
 
-    def chunk(self, index: int, payload: bytes, finish: bytes = b'"finish_reason":null', more: bytes = b"") -> bytes:
+    def chunk(
+        self,
+        index: int,
+        payload: bytes,
+        finish: bytes = UNFINISHED,
+        more: bytes = b"",
+        usage: dict[str, Any] | None = None,
+    ) -> bytes:
         """One chunk of one choice.
 
         Args:
@@ -44,8 +52,9 @@ class ChunkWriter:
           payload: its content member, as `"text":"..."` or `"delta":{...}`.
           finish: its finish members.
           more: further members, each with a leading comma.
+          usage: so far, when every chunk tells it.
         """
-        end = self._end
+        end = self._end if usage is None else b'}],"usage":' + orjson.dumps(usage) + b"}\n\n"
         if self.extra_first:
             end = b"}]" + self.extra_first + end[2:]
             self.extra_first = b""
@@ -56,8 +65,10 @@ class ChunkWriter:
         return self._usage_start + orjson.dumps(usage) + b"}\n\n"
 
 
-def finish_members(finish_reason: str, stop_reason: str | int | None) -> bytes:
-    """The members that end a choice."""
+def finish_members(finish_reason: str | None, stop_reason: str | int | None) -> bytes:
+    """The members that end a choice, or say that it goes on."""
+    if not finish_reason:
+        return UNFINISHED
     reason = orjson.dumps(str(finish_reason))
     return b'"finish_reason":' + reason + b',"stop_reason":' + orjson.dumps(stop_reason)
 
@@ -75,3 +86,9 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) ->
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def usage_so_far(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Usage in the middle of a stream; cached tokens are known at its end."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

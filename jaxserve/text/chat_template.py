@@ -17,6 +17,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_CONTENT_END = "\ue000end of content\ue001"
+
 
 class ChatTemplateError(ValueError):
     """The conversation does not fit the model's chat template, or there is none."""
@@ -100,6 +102,24 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the messages do not fit the model's chat template: {type(error).__name__}: {error}"
             ) from error
+
+    def render_open(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **variables: Any
+    ) -> str:
+        """The conversation as text up to the end of the last message's content, for a model to continue it.
+
+        Raises:
+          ChatTemplateError: see `render`; or the template writes that content not once.
+        """
+        *earlier, last = messages
+        marked = {**last, "content": f"{last['content']}{_CONTENT_END}"}
+        text = self.render([*earlier, marked], False, tools, **variables)
+        if text.count(_CONTENT_END) != 1:
+            raise ChatTemplateError(
+                "continue_final_message is not possible: the model's chat template does not write the last message's"
+                " content exactly once"
+            )
+        return text[: text.index(_CONTENT_END)]
 
 
 def _tojson(

@@ -120,9 +120,14 @@ class Tokenizer:
         /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Messages as the model's chat template writes them.
+
+        Args:
+          add_generation_prompt: end with the opening of the assistant's turn.
+          continue_final_message: end with the last message's content, its turn left open; nothing is added.
 
         Raises:
           ChatTemplateError: there is no template, or it refused the messages.
@@ -133,6 +138,8 @@ class Tokenizer:
             raise ChatTemplateError(
                 "the model has no chat template; use /v1/completions with a prompt in the model's own format"
             )
+        if continue_final_message:
+            return template.render_open(messages, tools, **variables)
         return template.render(messages, add_generation_prompt, tools, **variables)
 
     def encode_chat(
@@ -141,6 +148,7 @@ class Tokenizer:
         /,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
         """Ids of the rendered chat, with exactly one BOS where the template or the tokenizer wants one.
@@ -148,7 +156,7 @@ class Tokenizer:
         Raises:
           ChatTemplateError: see `render_chat`.
         """
-        text = self.render_chat(messages, add_generation_prompt, tools, **variables)
+        text = self.render_chat(messages, add_generation_prompt, tools, continue_final_message, **variables)
         ids = self.encode(text, add_special_tokens=False)
         return self._with_bos(ids) if self.adds_bos else ids
 

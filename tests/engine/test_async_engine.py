@@ -2,11 +2,20 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.core import EngineDeadError, NotReadyError, RejectedError, RequestFailedError, SamplingParams, Terms
+from jaxserve.core import (
+    EngineDeadError,
+    NotReadyError,
+    RejectedError,
+    RequestFailedError,
+    SamplingParams,
+    Submission,
+    Terms,
+)
 from jaxserve.engine import AsyncEngine, Engine
 from tests.engine.conftest import greedy
 
@@ -124,6 +133,51 @@ def test_more_choices_than_can_ever_wait_are_refused_for_good(engine):
     async def main():
         with pytest.raises(ValueError, match="n is 9; at most 8 choices"):
             engine.submit(prompt_token_ids=[1], params=SamplingParams(n=9))
+
+    asyncio.run(main())
+
+
+def submissions(count, **params):
+    return [Submission([1, 2, 3 + index], greedy(4, **params), f"group-{index}") for index in range(count)]
+
+
+def test_prompts_of_one_call_are_taken_together_in_their_order(engine):
+    async def main():
+        streams = engine.submit_all(submissions(3))
+        assert [stream.request_id for stream in streams] == ["group-0", "group-1", "group-2"]
+        assert [stream.prompt_token_ids[-1] for stream in streams] == [3, 4, 5]
+        for stream in streams:
+            alone = await engine.submit(prompt_token_ids=stream.prompt_token_ids, params=greedy(4)).collect()
+            assert (await stream.collect()).outputs[0].token_ids == alone.outputs[0].token_ids
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("why", ["last is bad", "id is live", "id twice", "no place", "never a place"])
+def test_prompts_of_one_call_are_refused_together(engine, why):
+    async def main():
+        group = submissions(3)
+        live = []
+        if why == "last is bad":
+            group[2] = replace(group[2], prompt_token_ids=[10**6])
+        elif why == "id is live":
+            live = [engine.submit(prompt_token_ids=[1], params=greedy(90), request_id="group-2")]
+        elif why == "id twice":
+            group[2] = replace(group[2], request_id="group-0")
+        elif why == "no place":
+            live = [engine.submit(prompt_token_ids=[1], params=greedy(90)) for _ in range(6)]
+        else:
+            group = submissions(9)
+        before = len(engine._live())
+        with pytest.raises((ValueError, RejectedError)):
+            engine.submit_all(group)
+        assert len(engine._live()) == before == len(live)
+        for stream in live:
+            stream.cancel()
+        # The ids are free again.
+        await wait_for(lambda: idle(engine))
+        for stream in engine.submit_all(submissions(3)):
+            await stream.collect()
 
     asyncio.run(main())
 

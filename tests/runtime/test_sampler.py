@@ -205,3 +205,24 @@ def test_whatever_the_logits_an_id_of_the_vocabulary_comes_back(sample):
         x = jnp.full((4, VOCAB), value, jnp.float32)
         tokens = np.asarray(sample(x, make_state(), columns(4, temperature=[0, 1, 1, 1], top_p=[1, 1, 0.5, 1])))
         assert ((tokens >= 0) & (tokens < VOCAB)).all()
+
+
+def test_barred_ids_are_never_drawn_whatever_else_edits_the_row(sample):
+    x = logits(1)
+    allowed = (3, 9, 40)
+    params = SamplingParams(
+        allowed_token_ids=allowed, bad_words=("x",), logit_bias={50: 100.0, 9: 2.0}, repetition_penalty=0.01
+    )
+    request = Request("r", (50, 50), params, bad_token_ids=(40,))
+    state = place_row(make_state(), 0, slot_row(request, [50], -1, VOCAB))
+    draws = 2000
+    settings = dict(slot=np.zeros(draws), flags=FLAG_LIVE | FLAG_EDITS, repetition_penalty=0.01)
+    fields = columns(draws, **settings)
+    tokens = sample(jnp.tile(x, (draws, 1)), state, fields)
+    got = np.bincount(np.asarray(tokens), minlength=VOCAB) / draws
+    expected = softmax(np.array([x[0, 3], x[0, 9] + 2]))
+    assert set(np.flatnonzero(got).tolist()) == {3, 9}
+    np.testing.assert_allclose(got[[3, 9]], expected, atol=0.05)
+    for more in (dict(temperature=0), dict(temperature=100.0), dict(top_k=50), dict(top_p=1 - 1e-6), dict(min_p=0.0)):
+        drawn = sample(jnp.tile(x, (draws, 1)), state, columns(draws, **settings, **more))
+        assert set(np.asarray(drawn).tolist()) <= {3, 9}, more

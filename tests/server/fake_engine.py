@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge
 
 from jaxserve.core import (
-    NO_TERMS,
     CompletionOutput,
     EngineDeadError,
     Logprob,
@@ -24,7 +23,7 @@ from jaxserve.core import (
     RequestFailedError,
     RequestOutput,
     SamplingParams,
-    Terms,
+    Submission,
 )
 
 VOCAB_SIZE = 257
@@ -54,7 +53,13 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < 256 else b"<eos>"
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        /,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> list[int]:
         if messages[0]["role"] == "system":
             raise ValueError("the chat template refused the messages: System role not supported")
@@ -81,6 +86,14 @@ class FakeDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+class FakeLoad(NamedTuple):
+    """As `jaxserve.engine.EngineLoad`."""
+
+    running: int
+    waiting: int
+    kv_usage: float
 
 
 class FakeStream:
@@ -165,7 +178,6 @@ class FakeEngine:
         self.error: BaseException | None = None
         self.model_name = "fake"
         self.max_model_len = 100
-        self.max_choices = 1000
         self.created = 1
         self.tokenizer = ByteTokenizer()
         self.metrics = FakeMetrics()
@@ -178,32 +190,44 @@ class FakeEngine:
         self.max_live = 100
         self.live: dict[str, FakeStream] = {}
         self.num_cancelled = 0
+        self.num_resets = 0
+        self.profiles: list[str] = []
         self.submitted: list[dict[str, Any]] = []
 
     def start(self) -> None:
         """Ready from the beginning."""
 
-    def submit(
-        self,
-        *,
-        prompt: str | None = None,
-        prompt_token_ids: list[int] | None = None,
-        params: SamplingParams,
-        request_id: str | None = None,
-        terms: Terms = NO_TERMS,
-    ) -> FakeStream:
-        assert prompt_token_ids is not None and request_id is not None, "the fronts tokenise and name requests"
+    @property
+    def load(self) -> FakeLoad:
+        return FakeLoad(len(self.live), 0, len(self.live) / self.max_live)
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
+
+    def start_profile(self, folder: str) -> None:
+        self.profiles.append(folder)
+
+    def stop_profile(self) -> None:
+        self.profiles.append("stopped")
+
+    def submit_all(self, submissions: Sequence[Submission]) -> list[FakeStream]:
         if self.state == "dead":
             raise EngineDeadError("it died")
         if self.state != "ready":
             raise NotReadyError("the model is loading")
-        if len(self.live) >= self.max_live:
+        if len(self.live) + len(submissions) > self.max_live:
             raise RejectedError(Rejection("queue_full_requests", "the queue has 100 requests", 2.5))
-        if request_id in self.live:
-            raise RejectedError(Rejection("duplicate_id", f"request_id {request_id!r} is live"))
-        self.submitted.append({"params": params, "terms": terms})
-        stream = FakeStream(self, request_id, prompt_token_ids, params)
-        self.live[request_id] = stream
+        for submission in submissions:
+            if not submission.prompt_token_ids:
+                raise ValueError("prompt has no tokens; it must have at least 1")
+            if submission.request_id in self.live:
+                raise RejectedError(Rejection("duplicate_id", f"request_id {submission.request_id!r} is live"))
+        return [self._submit(submission) for submission in submissions]
+
+    def _submit(self, submission: Submission) -> FakeStream:
+        self.submitted.append({"params": submission.params, "terms": submission.terms})
+        stream = FakeStream(self, submission.request_id, submission.prompt_token_ids, submission.params)
+        self.live[submission.request_id] = stream
         self.metrics.running.set(len(self.live))
         return stream
 

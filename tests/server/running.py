@@ -15,8 +15,10 @@ import uvicorn
 
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
-from jaxserve.server.http_app import HttpSettings, build_app
+from jaxserve.server.http_app import build_app
 from jaxserve.server.service import GenerationService
+from jaxserve.server.settings import HttpSettings
+from jaxserve.server.tls import TlsFiles, uvicorn_options
 
 
 class RunningServer:
@@ -30,12 +32,15 @@ class RunningServer:
       url, grpc_address: where.
     """
 
-    def __init__(self, make_engine: Callable[[], EngineApi], settings: HttpSettings | None = None) -> None:
+    def __init__(
+        self, make_engine: Callable[[], EngineApi], settings: HttpSettings | None = None, tls: TlsFiles | None = None
+    ) -> None:
         self._make_engine = make_engine
         self._settings = settings or HttpSettings()
+        self._tls = tls
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}"
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
@@ -46,9 +51,10 @@ class RunningServer:
         self.engine: Any = self._make_engine()
         service = GenerationService(self.engine)
         app = build_app(self.engine, self._settings, service)
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+        options = uvicorn_options(self._tls)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, **options))
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-        grpc_server = GrpcServer(service, "127.0.0.1", 0, self._settings.api_key, self._settings.max_body_bytes)
+        grpc_server = GrpcServer(service, "127.0.0.1", 0, self._settings, self._tls)
         self.grpc_address = f"127.0.0.1:{grpc_server.port}"
         await grpc_server.start()
         await until_async(lambda: self._server.started)

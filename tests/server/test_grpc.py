@@ -8,9 +8,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from jaxserve.server.http_app import HttpSettings
+from jaxserve.config.api_keys import ApiKey
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
+from jaxserve.server.settings import HttpSettings
 from tests.server.conftest import BASELINE
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import RunningServer, until
@@ -188,7 +189,7 @@ def test_an_engine_that_is_not_ready_is_unavailable(fake_server, fake_stub, stat
 
 @pytest.mark.parametrize("key", [None, "Bearer wrong"])
 def test_the_key_is_needed_in_metadata(key):
-    server = RunningServer(FakeEngine, HttpSettings(api_key="secret"))
+    server = RunningServer(FakeEngine, HttpSettings(api_keys=(ApiKey("secret"),)))
     try:
         with grpc.insecure_channel(server.grpc_address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)

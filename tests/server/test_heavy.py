@@ -9,9 +9,10 @@ import grpc
 import pytest
 
 from jaxserve.server.errors import ApiError
+from jaxserve.server.field_checks import parse_model
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
-from jaxserve.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, parse_model
+from jaxserve.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 from tests.server.running import error_of, until
 
 MANY = 400_000

@@ -93,7 +93,13 @@ def test_choices_that_do_not_all_fit_are_refused_together(small_server):
             )
             assert error["param"] == "prompt"
         one = small_server.call(lambda: submit(small_server))
+        before = samples(client)
         error_of(client.post("/v1/completions", json=BODY | {"prompt": ["a"] * 5}), 429)
+        rejected = 'jaxserve:requests_rejected_total{engine="0",model_name="tiny",reason="queue_full_requests"}'
+        after = samples(client)
+        # Refused as one, not taken one by one and aborted when the fifth finds no place.
+        assert {name for name in after if "_total" in name and after[name] != before[name]} == {rejected}
+        assert after[rejected] == before[rejected] + 5
         small_server.call(one.cancel)
         until(lambda: engine.scheduler.num_running + engine.scheduler.num_waiting == 0, 2, "nothing was left behind")
         engine.gate.set()

@@ -2,8 +2,9 @@
 
 import pytest
 
+from jaxserve.config.api_keys import ApiKey
 from jaxserve.core import NotReadyError
-from jaxserve.server.http_app import HttpSettings
+from jaxserve.server.settings import HttpSettings
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import RunningServer, error_of, metric_samples
 
@@ -111,7 +112,7 @@ def test_metrics_compat_repeats_every_metric_under_vllms_prefix():
 
 @pytest.fixture(scope="module")
 def locked_server():
-    server = RunningServer(FakeEngine, HttpSettings(api_key="secret"))
+    server = RunningServer(FakeEngine, HttpSettings(api_keys=(ApiKey("secret"),)))
     yield server
     server.stop()
 
@@ -119,7 +120,22 @@ def locked_server():
 @pytest.mark.parametrize(
     "header", [None, "Bearer wrong", "secret", "Basic secret", "Bearer", "Bearer secret2", "Bearer é"]
 )
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/tokenize", "/openapi.json", "/nothing"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/completions",
+        "/v1/models",
+        "/v1/embeddings",
+        "/tokenize",
+        "/tokenizer_info",
+        "/load",
+        "/reset_prefix_cache",
+        "/start_profile",
+        "/stop_profile",
+        "/openapi.json",
+        "/nothing",
+    ],
+)
 def test_without_the_key_nothing_but_the_probes_answers(locked_server, header, path):
     headers = {} if header is None else {"Authorization": header.encode()}
     with locked_server.client() as client:

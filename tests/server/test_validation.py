@@ -126,15 +126,70 @@ def test_the_largest_seeds_are_taken(client, seed):
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_what_is_not_supported_is_refused_by_name(client, path, field):
-    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}]} | field
+    body = ({"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}) | field
     error = error_of(post(client, body, path), 400)
     (name,) = field
     assert name in error["message"] and error["param"] == name
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", {"continue_final_message": True}),
+        ("/v1/completions", {"add_generation_prompt": False}),
+        ("/v1/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"max_completion_tokens": 5}),
+        ("/v1/chat/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"echo": True}),
+    ],
+)
+def test_a_field_of_the_other_route_is_refused_naming_that_route(fake_client, path, field):
+    error = error_of(post(fake_client, field, path), 400)
+    (name,) = field
+    other = "/v1/completions" if "chat" in path else "/v1/chat/completions"
+    assert error["param"] == name and f"{name} is a field of {other};" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "word"),
+    [
+        ({"suffix": "x"}, "cannot be told what follows"),
+        ({"best_of": 3, "n": 2}, "best_of is 3 and n is 2; they must be equal"),
+        ({"best_of": 0}, "best_of is 0"),
+        ({"best_of": True}, "best_of"),
+        ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": [264]}, "allowed_token_ids has id 264"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids has id -1"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [65] * 8193}, "the limit is 8192"),
+        ({"bad_words": ["ab"]}, "bad_words has 'ab', which is 2 tokens"),
+        ({"bad_words": [""]}, "bad_words has ''"),
+        ({"bad_words": [" "]}, "bad_words has ' '"),
+        ({"bad_words": "a"}, "bad_words"),
+        ({"bad_words": ["a"] * 65}, "the limit is 64"),
+        ({"bad_words": ["a" * 257]}, "the limit is 256"),
+        ({"bad_words": ["A"], "allowed_token_ids": [65]}, "bad_words holds off every token"),
+        ({"min_tokens": 2, "allowed_token_ids": [65], "stop_token_ids": [65]}, "min_tokens is 2"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens is -2"),
+        ({"truncate_prompt_tokens": 129}, "the limit is 128"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats needs"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_bad_value_of_a_lesser_known_field_is_refused(client, path, field, word):
+    body = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    error = error_of(post(client, body | {"max_tokens": 4} | field, path), 400)
+    assert word in error["message"] and error["param"] in field
+
+
 def test_unknown_fields_and_harmless_values_are_accepted(client):
     body = {"prompt": "a", "max_tokens": 1, "no_such_field": 1, "tools": [], "response_format": {"type": "text"}}
     assert post(client, body | {"best_of": 2, "n": 2}).status_code == 200
+    harmless = {"best_of": 1, "suffix": "", "bad_words": [], "add_generation_prompt": True, "truncate_prompt_tokens": 9}
+    assert post(client, body | harmless).status_code == 200
 
 
 def test_another_model_is_not_found(client):

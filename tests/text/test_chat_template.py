@@ -105,3 +105,23 @@ def test_a_broken_template_is_refused_when_chat_is_used_and_not_before(tmp_path)
     assert tokenizer.encode("hi") == [*b"hi"]
     with pytest.raises(ChatTemplateError, match="chat template is not valid"):
         tokenizer.encode_chat([USER])
+
+
+TRIMMING = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] | trim }}</>{% endfor %}"
+
+
+@pytest.mark.parametrize("content", ["Paris is ", "  two\n", "", "</>", "a<assistant>a"])
+def test_an_open_rendering_ends_with_the_last_content(content):
+    messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": content}]
+    text = ChatTemplate(TRIMMING, {}).render_open(messages)
+    # What the template trims in front is trimmed; the end stays as the client wrote it.
+    assert text == "<user>hi</><assistant>" + content.lstrip()
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0]['content'] }}", "{% for i in '12' %}{{ messages[-1]['content'] }}{% endfor %}"]
+)
+def test_a_template_that_does_not_write_the_last_content_once_cannot_be_left_open(source):
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ChatTemplateError, match="continue_final_message is not possible"):
+        ChatTemplate(source, {}).render_open(messages)

@@ -1,0 +1,134 @@
+"""What operators and their tools call: probes, metrics, load, the prefix cache, profiles."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxserve.core import NotReadyError
+from jaxserve.server.answering import answer_with
+from jaxserve.server.engine_api import EngineApi
+from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.json_body import JsonResponse, error_response
+from jaxserve.server.metrics_export import render_metrics
+from jaxserve.server.service import GenerationService
+from jaxserve.server.settings import HttpSettings
+from jaxserve.server.version import package_version
+
+
+def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
+    """Adds /health, /ready, /metrics and /version, which answer in every state of the engine."""
+
+    @app.get("/health")
+    async def health(_: Request) -> Response:
+        status = 503 if engine.state in ("dead", "stopped") else 200
+        return JsonResponse({"status": "ok" if status == 200 else "dead", "state": engine.state}, status)
+
+    @app.get("/ready")
+    async def ready(_: Request) -> Response:
+        done, total, what = engine.progress
+        body: dict[str, Any] = {"ready": engine.state == "ready", "state": engine.state}
+        if engine.state == "ready":
+            return JsonResponse(body)
+        body["progress"] = {"done": done, "total": total, "what": what}
+        if engine.error is not None:
+            body["error"] = type(engine.error).__name__
+        return JsonResponse(body, 503, {"Retry-After": "5"})
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        try:
+            registry = engine.metrics.registry
+        except NotReadyError:
+            registry = CollectorRegistry()
+        compat = settings.metrics_compat == "vllm"
+        text, content_type = render_metrics(registry, request.headers.get("accept", ""), compat)
+        return Response(text, headers={"Content-Type": content_type})
+
+    @app.get("/version")
+    async def version_(_: Request) -> Response:
+        return JsonResponse({"version": package_version()})
+
+
+def add_operator_routes(app: FastAPI, service: GenerationService, settings: HttpSettings) -> None:
+    """Adds /load, /reset_prefix_cache, /start_profile and /stop_profile."""
+    profiler = _Profiler(service, settings.profile_dir)
+
+    @app.get("/load")
+    async def load(_: Request) -> Response:
+        return answer_with(lambda: _load(service))
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(_: Request) -> Response:
+        return answer_with(lambda: _reset_prefix_cache(service))
+
+    @app.post("/start_profile")
+    async def start_profile(_: Request) -> Response:
+        return await profiler.answer(start=True)
+
+    @app.post("/stop_profile")
+    async def stop_profile(_: Request) -> Response:
+        return await profiler.answer(start=False)
+
+
+def _load(service: GenerationService) -> dict[str, Any]:
+    """vLLM's `server_load`, and what it is made of under the names of the metrics."""
+    if service.engine.state != "draining":
+        service.check_ready()
+    load = service.engine.load
+    return {
+        "server_load": load.running + load.waiting,
+        "num_requests_running": load.running,
+        "num_requests_waiting": load.waiting,
+        "kv_cache_usage_perc": load.kv_usage,
+    }
+
+
+def _reset_prefix_cache(service: GenerationService) -> dict[str, Any]:
+    service.check_ready()
+    service.engine.reset_prefix_cache()
+    return {"status": "ok"}
+
+
+class _Profiler:
+    """Starts and stops the process's one profile.
+
+    Args:
+      folder: where traces go; "": none are written.
+    """
+
+    def __init__(self, service: GenerationService, folder: str) -> None:
+        self._service = service
+        self._folder = folder
+        self._running = False
+        self._changing = asyncio.Lock()
+
+    async def answer(self, start: bool) -> Response:
+        """Does it and answers 200, or says why not."""
+        try:
+            self._service.check_ready()
+            if not self._folder:
+                message = "profiling is off; start the server with --profile_dir=FOLDER"
+                raise ApiError("invalid", message, code="profiling_off")
+            async with self._changing:
+                await (self._start() if start else self._stop())
+            return JsonResponse({"status": "started" if start else "stopped", "profile_dir": self._folder})
+        except Exception as exc:
+            return error_response(to_api_error(exc))
+
+    async def _start(self) -> None:
+        if self._running:
+            raise ApiError("conflict", "a profile is running; POST /stop_profile ends it", code="profile_running")
+        await asyncio.to_thread(self._service.engine.start_profile, self._folder)
+        self._running = True
+
+    async def _stop(self) -> None:
+        if not self._running:
+            raise ApiError("conflict", "no profile is running; POST /start_profile begins one", code="no_profile")
+        self._running = False
+        await asyncio.to_thread(self._service.engine.stop_profile)
