@@ -112,14 +112,14 @@ def test_a_refusal_without_anybody_to_wait_for_is_the_answer():
 def test_a_displaced_request_is_begun_again():
     async def check():
         run = Run([completion("a")], fail_after=1, fault=RejectedError(Rejection("displaced", "higher class", 1.0)))
-        submit = run.engine.submit
+        submit_all = run.engine.submit_all
 
-        def submit_and_heal(**kwargs):
+        def submit_and_heal(submissions):
             if run.engine.submitted:
                 run.engine.fail_after = None
-            return submit(**kwargs)
+            return submit_all(submissions)
 
-        run.engine.submit = submit_and_heal
+        run.engine.submit_all = submit_and_heal
         return await run.run()
 
     done = asyncio.run(check())
