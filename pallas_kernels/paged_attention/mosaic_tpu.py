@@ -221,6 +221,7 @@ def _call(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
+            disable_bounds_checks=True,  # of page ids, by the caller's contract; they cost as much as the copies
             vmem_limit_bytes=needed if needed > DEFAULT_VMEM_BYTES else None,
         ),
         cost_estimate=_cost(form, blocks, page_table, pool),

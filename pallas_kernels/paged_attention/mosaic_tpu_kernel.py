@@ -173,8 +173,8 @@ def _table_row(r: _Refs, item: jax.Array, place: Any) -> Any:
 
 def _pages_of(form: Form, r: _Refs, item: jax.Array, block: Any) -> tuple[jax.Array, jax.Array]:
     """First page of a block of an item, as a column of the table, and how many pages it has."""
-    first = r.items.begin[item] // form.page_size + block * form.pages_per_block
-    end = (r.items.end[item] + (form.page_size - 1)) // form.page_size
+    first = jax.lax.div(r.items.begin[item], form.page_size) + block * form.pages_per_block
+    end = jax.lax.div(r.items.end[item] + (form.page_size - 1), form.page_size)
     return first, jnp.minimum(end - first, form.pages_per_block)
 
 
@@ -197,30 +197,32 @@ def _start_block(form: Form, r: _Refs, item: jax.Array, block: Any, place: Any, 
         for copy in _copies(form, r, r.rows[place, 0, first + nth], nth, slot):
             copy.start()
 
-    _for_pages(form, count, start)
-
-
-def _wait_block(form: Form, r: _Refs, item: jax.Array, block: Any, slot: Any) -> None:
-    _, count = _pages_of(form, r, item, block)
-
-    def wait(nth: Any) -> None:
-        for copy in _copies(form, r, 0, nth, slot):
-            copy.wait()
-
-    _for_pages(form, count, wait)
-
-
-def _for_pages(form: Form, count: jax.Array, do: Callable[[Any], None]) -> None:
-    """`do(n)` for each page of a block: in straight code when the block is full."""
-
     @pl.when(count == form.pages_per_block)
     def _() -> None:
         for nth in range(form.pages_per_block):
-            do(nth)
+            start(nth)
 
     @pl.when(count < form.pages_per_block)
     def _() -> None:
-        jax.lax.fori_loop(0, count, lambda nth, _: do(nth), None)
+        jax.lax.fori_loop(0, count, lambda nth, _: start(nth), None)
+
+
+def _wait_block(form: Form, r: _Refs, item: jax.Array, block: Any, slot: Any) -> None:
+    """Waits for what `_start_block` asked for. A wait counts bytes, so a full block is waited for at once."""
+    _, count = _pages_of(form, r, item, block)
+
+    @pl.when(count == form.pages_per_block)
+    def _() -> None:
+        for buffer in (r.kv, r.kv_scales) if form.quantised else (r.kv,):
+            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], r.kv_sems.at[slot]).wait()
+
+    def wait(nth: Any, _: None) -> None:
+        for copy in _copies(form, r, 0, nth, slot):
+            copy.wait()
+
+    @pl.when(count < form.pages_per_block)
+    def _() -> None:
+        jax.lax.fori_loop(0, count, wait, None)
 
 
 # Attention.
@@ -241,20 +243,21 @@ def _attend_item(form: Form, r: _Refs, item: jax.Array) -> None:
     first_page, _ = _pages_of(form, r, item, 0)
     end = r.items.end[item]
     tokens = end - first_page * form.page_size
-    num_blocks = (tokens + (form.block_tokens - 1)) // form.block_tokens
+    num_blocks = jax.lax.div(tokens + (form.block_tokens - 1), form.block_tokens)
 
     def attend_block(block: jax.Array, _: None) -> None:
         slot = jax.lax.rem(first_block + block, 2)
         last = block + 1 == num_blocks
 
-        @pl.when(jnp.logical_not(last))
-        def _() -> None:
-            _start_block(form, r, item, block + 1, place, 1 - slot)
-
         @pl.when(last & (following < r.items.count))
         def _() -> None:
             _table_row(r, following, next_place).wait()
-            _start_block(form, r, following, 0, next_place, 1 - slot)
+
+        @pl.when(jnp.logical_not(last) | (following < r.items.count))
+        def _() -> None:
+            next_item = jnp.where(last, following, item)
+            next_block = jnp.where(last, 0, block + 1)
+            _start_block(form, r, next_item, next_block, jnp.where(last, next_place, place), 1 - slot)
 
         _wait_block(form, r, item, block, slot)
         start = (first_page + block * form.pages_per_block) * form.page_size
