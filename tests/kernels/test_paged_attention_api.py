@@ -22,12 +22,12 @@ def call(case, **options):
 
 def test_auto_takes_the_cpu_form_on_cpu():
     assert choose_implementation("auto", "cpu") == "cpu"
-    assert choose_implementation("auto", "tpu") == "reference"
+    assert choose_implementation("auto", "tpu") == "mosaic_tpu"
 
 
 def test_unknown_implementation_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'mosaic_gpu' does not exist; choose auto, reference, cpu"):
-        call(make_case([3]), implementation="mosaic_gpu")
+    with pytest.raises(ValueError, match="'mosaic' does not exist; choose auto, reference, cpu, mosaic_gpu, mosaic_tpu"):
+        call(make_case([3]), implementation="mosaic")
 
 
 @pytest.mark.parametrize(
