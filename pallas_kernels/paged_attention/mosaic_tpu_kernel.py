@@ -17,6 +17,7 @@ zero: page tails, and buffers whose pages were not copied, may hold NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ LOG2_E = float(np.log2(np.e))
 MASKED = -1e30
 """Score of a key that is not seen: finite, so that a row that sees nothing of a block stays free of NaN."""
 MAX_UNROLLED_HEADS = 8
+MAX_UNROLLED_COPIES = 8
 
 
 @dataclass(frozen=True)
@@ -193,18 +195,18 @@ def _start_block(form: Form, r: _Refs, item: jax.Array, block: Any, place: Any, 
     """Asks for a block's pages; the item's table row is at `place`."""
     first, count = _pages_of(form, r, item, block)
 
-    def start(nth: Any) -> None:
+    def start(nth: Any, _: None) -> None:
         for copy in _copies(form, r, r.rows[place, 0, first + nth], nth, slot):
             copy.start()
 
     @pl.when(count == form.pages_per_block)
     def _() -> None:
-        for nth in range(form.pages_per_block):
-            start(nth)
+        unroll = math.gcd(form.pages_per_block, MAX_UNROLLED_COPIES)
+        jax.lax.fori_loop(0, form.pages_per_block, start, None, unroll=unroll)
 
     @pl.when(count < form.pages_per_block)
     def _() -> None:
-        jax.lax.fori_loop(0, count, lambda nth, _: start(nth), None)
+        jax.lax.fori_loop(0, count, start, None)
 
 
 def _wait_block(form: Form, r: _Refs, item: jax.Array, block: Any, slot: Any) -> None:
