@@ -156,9 +156,7 @@ def _decode_blocks(q: jax.Array, form: Form, num_items: int) -> jax.Array:
     """[N, K, M, E]: a block for every row, the heads of a group in its rows, zeros in the rest."""
     rows, _, dim = q.shape
     grouped = q.reshape(rows, form.kv_heads, form.group, dim).astype(form.dtype)
-    return jnp.pad(
-        grouped, ((0, num_items - rows), (0, 0), (0, form.rows - form.group), (0, form.width - dim))
-    )
+    return jnp.pad(grouped, ((0, num_items - rows), (0, 0), (0, form.rows - form.group), (0, form.width - dim)))
 
 
 def _prefill_blocks(q: jax.Array, form: Form, of_block: jax.Array) -> jax.Array:

@@ -152,9 +152,7 @@ def prefill_items(
     return items, Tokens(of_block, place)
 
 
-def _items(
-    row: jax.Array, position: jax.Array, end: jax.Array, block: jax.Array, sliding_window: int | None
-) -> Items:
+def _items(row: jax.Array, position: jax.Array, end: jax.Array, block: jax.Array, sliding_window: int | None) -> Items:
     num_items = row.shape[0]
     begin = jnp.zeros_like(position)
     if sliding_window is not None:
