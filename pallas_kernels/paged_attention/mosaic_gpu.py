@@ -120,7 +120,9 @@ def _check(q: jax.Array, pool: jax.Array, scales: jax.Array | None) -> None:
             f" mosaic_gpu has pools of q's dtype, {' and '.join(QUANTISED_DTYPES)}"
         )
     if quantised != (scales is not None):
-        raise ValueError(f"pool is {pool.dtype.name} {'without' if quantised else 'with'} scales; int8 and fp8 need them")
+        raise ValueError(
+            f"pool is {pool.dtype.name} {'without' if quantised else 'with'} scales; int8 and fp8 need them"
+        )
     if heads // kv_heads > MAX_GROUP:
         raise ValueError(f"{heads} query heads share {kv_heads} KV heads; mosaic_gpu has at most {MAX_GROUP} to one")
 

@@ -11,7 +11,6 @@ ring of `stages` buffers, and keeps a running maximum, sum and output in registe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
