@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +88,12 @@ def test_auto_computes():
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_the_cpu_form_needs_no_memory_in_the_size_of_the_pool(spec):
-    compiled = jax.jit(partial(paged_attention, implementation="cpu")).lower(*spec.abstract_args()).compile()
-    pool = spec.abstract_args()[1]
-    assert compiled.memory_analysis().temp_size_in_bytes < pool.size * pool.dtype.itemsize / 8
+    compiled = jax.jit(spec.attend("cpu")).lower(*spec.abstract_args()).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < spec.pool_bytes / 8
+
+
+def test_a_spec_has_a_pool_of_more_elements_than_an_int32_numbers():
+    assert any(math.prod(spec.pool_shape) > 2**31 for spec in SPECS)
 
 
 def test_specs_are_told_apart_by_name():
