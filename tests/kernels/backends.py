@@ -13,8 +13,9 @@ import pytest
 
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, KERNELS, paged_attention
 
-TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-3}
-"""Largest error by dtype of the queries; for bfloat16 of the value range."""
+TOLERANCES = {"float32": (1e-5, 0.0), "bfloat16": (2e-3, 2.0**-8)}
+"""Largest error by dtype of the queries: absolute (for bfloat16 in units of the value range), and relative, which
+is the rounding of a result to its dtype alone."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class Backend:
         scales = None if case.scales is None else jnp.asarray(case.scales)
         try:
             out = function(*case.args(), scales=scales)
-        except NotImplementedError as error:
-            pytest.skip(f"{self.name}: {error}")
+        except (NotImplementedError, ValueError) as error:
+            if self.name not in KERNELS or "mosaic" not in str(error):
+                raise
+            pytest.skip(str(error))
         assert out.dtype == case.q.dtype
         np.testing.assert_array_equal(np.asarray(out), np.asarray(function(*case.args(), scales=scales)))
         return np.asarray(out).astype(np.float64)
@@ -80,8 +83,9 @@ def parameters(*names):
 def assert_close(out, wanted, case):
     """No element further off than `TOLERANCES` allows."""
     name = np.dtype(case.q.dtype).name
-    tolerance = TOLERANCES[name] * (case.value_range if name == "bfloat16" else 1.0)
-    np.testing.assert_allclose(out, wanted, rtol=0, atol=tolerance)
+    absolute, relative = TOLERANCES[name]
+    absolute *= case.value_range if name == "bfloat16" else 1.0
+    np.testing.assert_allclose(out, wanted, rtol=relative, atol=absolute)
 
 
 def _exists(name):
