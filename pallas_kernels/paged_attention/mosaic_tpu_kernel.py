@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -131,7 +132,7 @@ def attend_items(form: Form, *refs: Any) -> None:
 
     @pl.when(jnp.logical_not(live))
     def _() -> None:
-        r.out[...] = jnp.zeros_like(r.out)
+        _for_heads(form, partial(_clear, r.out.at[0]))
 
 
 def _name_refs(form: Form, refs: tuple[Any, ...]) -> _Refs:
@@ -289,14 +290,21 @@ def _seen_whole(form: Form, r: _Refs, item: jax.Array, start: jax.Array) -> jax.
 
 def _start_softmax(form: Form, r: _Refs) -> None:
     """Before any key. A sink is a key that was seen, with score `sink` and no value."""
-    r.mixed[...] = jnp.zeros_like(r.mixed)
-    if form.has_sinks:
-        r.top[...] = jnp.broadcast_to(r.sinks[...] * LOG2_E, r.top.shape)
-        lane = jax.lax.broadcasted_iota(jnp.int32, r.total.shape, 2)
-        r.total[...] = jnp.where(lane == 0, 1.0, 0.0)
-    else:
-        r.top[...] = jnp.full_like(r.top, MASKED)
-        r.total[...] = jnp.zeros_like(r.total)
+
+    def start(head: Any) -> None:
+        _clear(r.mixed, head)
+        if form.has_sinks:
+            r.top[head] = jnp.broadcast_to(r.sinks[head] * LOG2_E, r.top.shape[1:])
+            r.total[head] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, r.total.shape[1:], 1) == 0, 1.0, 0.0)
+        else:
+            r.top[head] = jnp.full(r.top.shape[1:], MASKED, jnp.float32)
+            _clear(r.total, head)
+
+    _for_heads(form, start)
+
+
+def _clear(ref: Any, head: Any) -> None:
+    ref[head] = jnp.zeros(ref.shape[1:], ref.dtype)
 
 
 def _finish_softmax(form: Form, r: _Refs) -> None:
