@@ -48,7 +48,7 @@ SHARDS = [
     spec("d256 decode", (16, 8), dim=256),
     spec("d256 prefill", (16, 8), rows=8, tokens=256, dim=256),
     spec("d96 padded decode", (32, 32), dim=96, pages=512),
-    spec("d80 padded prefill", (32, 32), rows=8, tokens=256, dim=80, pages=512),
+    spec("d80 padded prefill", (8, 8), rows=8, tokens=256, dim=80, pages=512),
     spec("pages of 256 decode", (32, 8), page_size=256, width=16, pages=128),
     spec("wide table decode", (32, 8), rows=512, width=4096),
 ]
