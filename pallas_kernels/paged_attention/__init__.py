@@ -1,7 +1,7 @@
 """Paged attention: one contract, an implementation per kind of device."""
 
+from pallas_kernels.common.pool import QUANTISED_DTYPES, check_page_table
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, KERNELS, choose_implementation, paged_attention
-from pallas_kernels.paged_attention.checks import QUANTISED_DTYPES, check_page_table
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import mosaic_gpu_tiles as layouts
-from pallas_kernels.paged_attention.mosaic_gpu_mma import LOG2E, MmaConfig, Tiles, combine_splits, mma_attention
+from pallas_kernels.paged_attention.mosaic_gpu_mma import (
+    LOG2E,
+    UNSEEN,
+    MmaConfig,
+    Tiles,
+    combine_splits,
+    mma_attention,
+    num_parts,
+)
 from pallas_kernels.paged_attention.mosaic_gpu_tuning import Tuning, tune_mma
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -58,12 +66,12 @@ def paged_attention_mosaic_gpu(
     tile_map = None
     if query_starts is None:
         bounds = layouts.decode_bounds(context_lens, sliding_window)
-        tiles = Tiles(_padded(q.reshape(-1, dim), rows), group, bounds)
+        tiles = Tiles(_query_parts(_padded(q.reshape(-1, dim), rows)), group, bounds)
         rows_kept, rows_per_token = group, 0
     else:
         tile_map = layouts.prefill_tiles(q.shape[0], context_lens, query_starts, rows // group, sliding_window)
         by_tile = layouts.gather_tiles(q, tile_map.tokens, kv_heads, rows)
-        tiles = Tiles(by_tile.reshape(-1, dim), rows, tile_map.bounds)
+        tiles = Tiles(_query_parts(by_tile.reshape(-1, dim)), rows, tile_map.bounds)
         rows_kept, rows_per_token = rows, group
     max_tokens = page_table.shape[1] * page_size
     tuning = tune_mma(tiles.bounds.shape[0], kv_heads, max_tokens, dim, rows, q.dtype, pool.dtype)
@@ -85,7 +93,7 @@ def paged_attention_mosaic_gpu(
         jnp.reshape(layer, (1,)).astype(jnp.int32),
         page_table.astype(jnp.int32),
         None if scales is None else _row_scales(scales, layer, page_table, tuning),
-        None if sinks is None else _sinks_by_row(sinks, kv_heads, rows, rows_per_token),
+        None if sinks is None else _sinks_by_row(sinks, kv_heads, rows, tuning.splits),
         config,
         q.dtype,
     )
@@ -112,7 +120,9 @@ def _check(q: jax.Array, pool: jax.Array, scales: jax.Array | None) -> None:
             f" mosaic_gpu has pools of q's dtype, {' and '.join(QUANTISED_DTYPES)}"
         )
     if quantised != (scales is not None):
-        raise ValueError(f"pool is {pool.dtype.name} {'without' if quantised else 'with'} scales; int8 and fp8 need them")
+        raise ValueError(
+            f"pool is {pool.dtype.name} {'without' if quantised else 'with'} scales; int8 and fp8 need them"
+        )
     if heads // kv_heads > MAX_GROUP:
         raise ValueError(f"{heads} query heads share {kv_heads} KV heads; mosaic_gpu has at most {MAX_GROUP} to one")
 
@@ -132,6 +142,15 @@ def _padded(q_rows: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(q_rows, ((0, rows), (0, 0)))
 
 
+def _query_parts(q_rows: jax.Array) -> jax.Array:
+    """Query rows as bfloat16[parts, X, D] that add up; `reduce_precision` because XLA may drop mere casts."""
+    parts, rest = [], q_rows
+    for _ in range(num_parts(q_rows.dtype)):
+        parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+        rest = rest - parts[-1]
+    return jnp.stack(parts).astype(jnp.bfloat16)
+
+
 def _row_scales(scales: jax.Array, layer: jax.Array, page_table: jax.Array, tuning: Tuning) -> jax.Array:
     """Scales in token order, float32[R * K, 2, W * S rounded up to blocks]."""
     kv_heads, page_size = scales.shape[3:]
@@ -141,7 +160,8 @@ def _row_scales(scales: jax.Array, layer: jax.Array, page_table: jax.Array, tuni
     return jnp.pad(own, ((0, 0), (0, 0), (0, -own.shape[2] % tuning.block)))
 
 
-def _sinks_by_row(sinks: jax.Array, kv_heads: int, rows: int, rows_per_token: int) -> jax.Array:
-    """Sinks in units of log2 for every row of a tile, float32[K, M]."""
-    by_head = sinks.astype(jnp.float32).reshape(kv_heads, -1) * LOG2E
-    return by_head[:, jnp.arange(rows) % by_head.shape[1]]
+def _sinks_by_row(sinks: jax.Array, kv_heads: int, rows: int, splits: int) -> jax.Array:
+    """Sinks in units of log2 for every row of a tile, float32[splits, K, M], all in the first split."""
+    by_head = jnp.maximum(sinks.astype(jnp.float32).reshape(kv_heads, -1) * LOG2E, UNSEEN)
+    by_row = by_head[:, jnp.arange(rows) % by_head.shape[1]]
+    return jnp.full((splits, *by_row.shape), UNSEEN, jnp.float32).at[0].set(by_row)

@@ -11,7 +11,6 @@ ring of `stages` buffers, and keeps a running maximum, sum and output in registe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,7 +56,7 @@ class Tiles(NamedTuple):
     """Query tiles and which tokens they see.
 
     Attributes:
-      q: [X, D], all query rows; tile n of KV head h begins at row (n * K + h) * stride.
+      q: bfloat16[parts, X, D], all query rows in parts that add up; tile n of KV head h begins at row (n * K + h) * stride.
       stride: query rows from one tile to the next.
       bounds: int32[N, 4]: table row, first and end of the tokens that any query of the tile sees,
         position of the first query.
@@ -86,7 +85,8 @@ def mma_attention(
       layer: int32[1].
       page_table: int32[R, W].
       scales: float32[R * K, 2, >= W * S rounded up to blocks] of every row's tokens, or None.
-      sinks: float32[K, M], one per query row in units of log2, or None.
+      sinks: float32[splits, K, M], one per query row in units of log2, or None. `UNSEEN` in all splits but
+        one, so that a sink counts once.
       config: see `MmaConfig`.
       out_dtype: of the result when there is one split; partial results are float32.
 
@@ -116,7 +116,7 @@ def mma_attention(
     outs = plgpu.kernel(
         body,
         out_type=out_types,
-        scratch_types=_scratch(config, pool, tiles.q.dtype, out_types[0].dtype, scales is not None),
+        scratch_types=_scratch(config, pool, tiles.q.shape[0], out_types[0].dtype, scales is not None),
         grid=(config.splits, kv_heads, num_tiles),
         grid_names=("split", "kv_head", "tile"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -125,32 +125,47 @@ def mma_attention(
     return (outs[0], outs[1]) if partial else (outs[0][0], None)
 
 
-def _scratch(config: MmaConfig, pool: jax.Array, q_dtype: Any, out_dtype: Any, scaled: bool) -> list[Any]:
+def _scratch(config: MmaConfig, pool: jax.Array, q_parts: int, out_dtype: Any, scaled: bool) -> list[Any]:
     """Shared memory and barriers, in the order of `_Refs`."""
     page_size, dim = pool.shape[4:]
     pieces = max(1, config.block // page_size)
-    kv = plgpu.SMEM((config.stages, config.block, dim), pool.dtype, transforms=_swizzled(dim, pool.dtype))
+    staged = pool.dtype != jnp.bfloat16
+    kv = plgpu.SMEM((config.stages, config.block, dim), pool.dtype, transforms=() if staged else _swizzled(dim))
+    parts = (num_parts(pool.dtype), config.block, dim)
+    p_parts = max(q_parts, 1 + scaled)  # The scales of V are folded into P and would be rounded with it.
     return [
-        plgpu.SMEM((config.rows, dim), q_dtype),
+        plgpu.SMEM((q_parts, config.rows, dim), jnp.bfloat16),
         kv,
         kv,
+        plgpu.SMEM(parts, jnp.bfloat16, transforms=_swizzled(dim)) if staged else None,
         plgpu.SMEM((config.stages, 2, config.block), jnp.float32) if scaled else None,
-        plgpu.SMEM((config.rows, config.block), q_dtype, transforms=_swizzled(config.block, q_dtype)),
+        plgpu.SMEM((p_parts, config.rows, config.block), jnp.bfloat16, transforms=_swizzled(config.block)),
         plgpu.SMEM((config.rows, dim), out_dtype),
         plgpu.SMEM((config.rows,), jnp.float32),
-        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=q_parts),
         plgpu.Barrier(num_arrivals=pieces + scaled, num_barriers=config.stages),
         plgpu.Barrier(num_arrivals=pieces, num_barriers=config.stages),
     ]
 
 
-def _swizzled(minor: int, dtype: Any) -> tuple[Any, ...]:
-    """The shared-memory layout that TMA writes and matrix loads read without bank conflicts."""
-    bits = 8 * jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32, 16) if minor * bits % (8 * s) == 0)
-    if swizzle == 16:
-        return ()
-    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
+def num_parts(dtype: Any) -> int:
+    """bfloat16 numbers that a number of `dtype` is the sum of; int8 and fp8 fit into one."""
+    return 3 if dtype == jnp.float32 else 1
+
+
+def bfloat16_parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """x as a sum of `count` bfloat16 numbers; three hold a float32 to 2**-24."""
+    parts = []
+    for _ in range(count):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x.astype(jnp.float32) - parts[-1].astype(jnp.float32)
+    return parts
+
+
+def _swizzled(minor: int) -> tuple[Any, ...]:
+    """The shared-memory layout of bfloat16 that TMA writes and matrix loads read without bank conflicts."""
+    swizzle = next(s for s in (128, 64, 32) if 2 * minor % s == 0)
+    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
 class _Refs(NamedTuple):
@@ -168,6 +183,7 @@ class _Refs(NamedTuple):
     q_smem: Any
     k_smem: Any
     v_smem: Any
+    parts_smem: Any
     scales_smem: Any
     p_smem: Any
     out_smem: Any
@@ -206,11 +222,13 @@ class _Block:
         """Everything: starts the copies, goes over this split's blocks, writes the result."""
         refs, config = self.refs, self.config
         begin, end = self._my_blocks()
-        plgpu.copy_gmem_to_smem(refs.q.at[pl.ds(self.q_start, config.rows)], refs.q_smem, refs.q_barrier)
+        q_rows = pl.ds(self.q_start, config.rows)
+        for part in range(refs.q.shape[0]):
+            plgpu.copy_gmem_to_smem(refs.q.at[part, q_rows], refs.q_smem.at[part], refs.q_barrier)
         for ahead in range(config.stages - 1):
             pl.when(begin + ahead < end)(lambda ahead=ahead: self._copy_block(begin + ahead, ahead))
         plgpu.barrier_wait(refs.q_barrier)
-        q = plgpu.load(refs.q_smem, layout=self.lhs)
+        q = self._lhs_parts(refs.q_smem)
 
         def step(index: jax.Array, state: _Softmax) -> _Softmax:
             slot = jax.lax.rem(index - begin, config.stages)
@@ -258,13 +276,8 @@ class _Block:
 
     def _start(self) -> _Softmax:
         config = self.config
-        top = jnp.full((config.rows,), UNSEEN, jnp.float32)
+        top = jnp.full((config.rows,), UNSEEN, jnp.float32) if self.refs.sinks is None else self._sinks()
         total = jnp.zeros((config.rows, config.block), jnp.float32)
-        if self.refs.sinks is not None:
-            sinks = plgpu.load(self.refs.sinks.at[self.head], layout=self.acc.reduce(1), optimized=False)
-            top = jnp.where(self.split == 0, sinks, top)
-            column = plgpu.broadcasted_iota(jnp.int32, total.shape, 1, layout=self.acc)
-            total = jnp.where((column == 0) & (self.split == 0), 1.0, total)
         out = jnp.zeros((config.rows, self.dim), jnp.float32)
         return _Softmax(
             plgpu.layout_cast(top, self.acc.reduce(1)),
@@ -272,12 +285,16 @@ class _Block:
             plgpu.layout_cast(out, self.acc),
         )
 
-    def _attend(self, q: jax.Array, token: jax.Array, slot: jax.Array, state: _Softmax) -> _Softmax:
+    def _sinks(self) -> jax.Array:
+        sinks = self.refs.sinks.at[self.split, self.head]
+        return plgpu.load(sinks, layout=self.acc.reduce(1), optimized=False)
+
+    def _attend(self, q: list[jax.Array], token: jax.Array, slot: jax.Array, state: _Softmax) -> _Softmax:
         """Takes in the K/V block in `slot`, whose first token is `token`."""
         refs, config = self.refs, self.config
         shape = (config.rows, config.block)
         plgpu.barrier_wait(refs.k_barriers.at[slot])
-        keys = self._operand(plgpu.load(refs.k_smem.at[slot].T, layout=self.rhs), q.dtype)
+        keys = [plgpu.load(part.T, layout=self.rhs) for part in self._parts(refs.k_smem.at[slot])]
         scores = self._dot(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.acc), q, keys)
         scores = jnp.where(self._seen(token, shape), self._logits(scores, slot), UNSEEN)
         top = jnp.maximum(state.top, self._per_row(jnp.max(scores, axis=1)))
@@ -288,13 +305,14 @@ class _Block:
             scale = plgpu.load(refs.scales_smem.at[slot, 1], layout=self.acc.reduce(0))
             scale = jnp.where(self._live(token, (config.block,), 0, self.acc.reduce(0)), scale, 0.0)
             weights *= jax.lax.broadcast_in_dim(scale, shape, (1,))
-        refs.p_smem[...] = weights.astype(refs.p_smem.dtype)
+        for index, part in enumerate(bfloat16_parts(weights, refs.p_smem.shape[0])):
+            refs.p_smem[index] = part
         plgpu.barrier_wait(refs.v_barriers.at[slot])
-        values = self._operand(plgpu.load(refs.v_smem.at[slot], layout=self.rhs), q.dtype)
-        values = jnp.where(self._live(token, values.shape, 0, self.rhs), values, jnp.zeros((), values.dtype))
-        weights = plgpu.load(refs.p_smem, layout=self.lhs)
+        values = [plgpu.load(part, layout=self.rhs) for part in self._parts(refs.v_smem.at[slot])]
+        live = self._live(token, values[0].shape, 0, self.rhs)
+        values = [jnp.where(live, part, jnp.zeros((), part.dtype)) for part in values]
         out = state.out * self._across(keep, state.out.shape)
-        return _Softmax(top, total, self._dot(out, weights, values))
+        return _Softmax(top, total, self._dot(out, self._lhs_parts(refs.p_smem), values))
 
     def _per_row(self, x: jax.Array) -> jax.Array:
         return plgpu.layout_cast(x, self.acc.reduce(1))
@@ -332,25 +350,32 @@ class _Block:
                 seen &= key > position - self.config.sliding_window
         return seen
 
-    def _operand(self, stored: jax.Array, dtype: Any) -> jax.Array:
-        """K or V as stored, in the dtype of the product; exact, since int8 and fp8 fit into bfloat16."""
-        if stored.dtype == dtype:
-            return stored
-        return stored.astype(jnp.float32).astype(dtype)
+    def _parts(self, stored: Any) -> list[Any]:
+        """K or V as bfloat16 in shared memory: as stored, or taken apart into `parts_smem`, which K and V share."""
+        if stored.dtype == jnp.bfloat16:
+            return [stored]
+        parts = self.refs.parts_smem
+        numbers = stored[...].astype(jnp.float32)
+        for index, part in enumerate(bfloat16_parts(numbers, parts.shape[0])):
+            parts[index] = part
+        return [parts.at[index] for index in range(parts.shape[0])]
 
-    def _dot(self, acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """acc + a @ b. float32 goes through six bfloat16 products of its three bfloat16 parts."""
+    def _lhs_parts(self, smem: Any) -> list[jax.Array]:
+        return [plgpu.load(smem.at[index], layout=self.lhs) for index in range(smem.shape[0])]
+
+    def _dot(self, acc: jax.Array, a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+        """acc + sum(a) @ sum(b), smallest products first; those below 2**-24 of the largest are left out."""
         product = _interpreted_mma if self.config.interpret else plgpu.mma
-        if a.dtype != jnp.float32:
-            return product(acc, a, b)
-        a, b = _three_parts(a), _three_parts(b)
-        for i, j in ((0, 2), (2, 0), (1, 1), (0, 1), (1, 0), (0, 0)):
+        pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j <= 2]
+        for i, j in sorted(pairs, key=sum, reverse=True):
             acc = product(acc, a[i], b[j])
         return acc
 
     def _write(self, state: _Softmax) -> None:
         refs, config = self.refs, self.config
         total = self._per_row(jnp.sum(state.total, axis=1))
+        if refs.sinks is not None:
+            total += jnp.exp2(self._sinks() - state.top)
         factor = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
         out = state.out * self._across(factor, state.out.shape)
         refs.out_smem[...] = out.astype(refs.out_smem.dtype)
@@ -366,15 +391,6 @@ class _Block:
 
 def _interpreted_mma(acc: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
-
-
-def _three_parts(x: jax.Array) -> list[jax.Array]:
-    """float32 as a sum of three bfloat16 numbers, exact to 2**-24."""
-    parts = []
-    for _ in range(3):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x - parts[-1].astype(jnp.float32)
-    return parts
 
 
 def combine_splits(out: jax.Array, lse: jax.Array, rows_kept: int, dtype: Any) -> jax.Array:

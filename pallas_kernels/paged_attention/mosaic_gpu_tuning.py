@@ -36,7 +36,9 @@ def stages_that_fit(block: int, dim: int, itemsize: int, other_bytes: int, block
     return max(2, min(4, room // (2 * block * dim * itemsize)))
 
 
-def tune_mma(num_tiles: int, kv_heads: int, max_tokens: int, dim: int, rows: int, q_dtype: object, kv_dtype: object) -> Tuning:
+def tune_mma(
+    num_tiles: int, kv_heads: int, max_tokens: int, dim: int, rows: int, q_dtype: object, kv_dtype: object
+) -> Tuning:
     """Of the mma kernel.
 
     Blocks: 64 tokens, the narrowest score tile whose columns four warps share evenly at every layout tried.

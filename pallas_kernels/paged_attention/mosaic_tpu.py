@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.checks import QUANTISED_DTYPES
+from pallas_kernels.common.pool import QUANTISED_DTYPES
 from pallas_kernels.paged_attention.mosaic_tpu_kernel import attend_items, scratch_shapes
 from pallas_kernels.paged_attention.mosaic_tpu_plan import (
     CORES,

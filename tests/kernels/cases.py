@@ -80,9 +80,7 @@ def make_case(
     width = max([*needed, 1]) if width is None else width
     num_pages = sum(needed) + spare_pages
     ids = _page_ids(rng, sum(needed), num_pages)
-    pool, scales = _poisoned_pool(
-        (LAYERS, num_pages, 2, kv_heads, page_size, dim), dtype, quantised, poison, poisoned
-    )
+    pool, scales = _poisoned_pool((LAYERS, num_pages, 2, kv_heads, page_size, dim), dtype, quantised, poison, poisoned)
     # Beyond a row's pages the table may hold any valid id.
     table = rng.integers(0, num_pages, (len(contexts), width)).astype(np.int32)
     rows = []

@@ -219,9 +219,7 @@ def test_layer_may_be_a_number_or_traced(backend):
     case = case_of(backend, [5, 9])
     traced = backend.run(case)
     q, pool, _, table, context, _ = case.args()
-    by_number = paged_attention(
-        q, pool, 1, table, context, implementation=backend.name, interpret=backend.interpret
-    )
+    by_number = paged_attention(q, pool, 1, table, context, implementation=backend.name, interpret=backend.interpret)
     assert_close(np.asarray(by_number).astype(np.float64), traced, case)
 
 
@@ -231,9 +229,7 @@ def test_choice_is_logged_once(name, caplog):
     with caplog.at_level(logging.INFO, "pallas_kernels.paged_attention"):
         for _ in range(3):
             choose_implementation(name, "cpu")
-    assert [record.message for record in caplog.records] == [
-        f"paged attention: implementation {name} on backend cpu"
-    ]
+    assert [record.message for record in caplog.records] == [f"paged attention: implementation {name} on backend cpu"]
 
 
 def test_the_oracle_is_a_softmax_weighted_mean():

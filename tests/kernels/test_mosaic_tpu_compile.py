@@ -76,23 +76,14 @@ def pool_shape(one):
     return (one.num_layers, one.num_pages, 2, one.num_kv_heads, one.page_size, max(128, one.head_dim))
 
 
-def write(pool, layer, k, v, pages, offsets):
-    """`write_kv` where it stays in place on TPU, else the same by rows of the pool's last dimension."""
-    _, num_pages, parts, kv_heads, page_size, width = pool.shape
-    if parts == 2 and kv_heads > 1 and width == k.shape[-1]:
-        return write_kv(pool, layer, k, v, pages, offsets)
-    new = jnp.concatenate([k, v], axis=-1)[:, None] if parts == 1 else jnp.stack([k, v], axis=1)
-    new = jnp.pad(new, ((0, 0), (0, 0), (0, 0), (0, width - new.shape[-1]))).astype(pool.dtype)
-    page = ((layer * num_pages + pages) * parts)[:, None, None] + jnp.arange(parts)[:, None]
-    rows = (page * kv_heads + jnp.arange(kv_heads)) * page_size + offsets[:, None, None]
-    return pool.reshape(-1, width).at[rows.reshape(-1)].set(new.reshape(-1, width)).reshape(pool.shape)
-
-
-def write_scales(scales, layer, pages, offsets):
-    """One number per token, part and head, as quantising would."""
-    part, head = jnp.arange(2)[:, None], jnp.arange(scales.shape[3])
-    place = (layer, pages[:, None, None], part, head, offsets[:, None, None])
-    return scales.at[place].set(1.0)
+def write(pool, scales, layer, k, v, pages, offsets):
+    """`write_kv`; by the same kind of scatter where keys and values share a row."""
+    if pool.shape[2] == 2:
+        lanes = ((0, 0), (0, 0), (0, pool.shape[-1] - k.shape[-1]))
+        written = write_kv(pool, layer, jnp.pad(k, lanes), jnp.pad(v, lanes), pages, offsets, scales)
+        return (written, None) if scales is None else written
+    new = jnp.concatenate([k, v], axis=-1).astype(pool.dtype)
+    return pool.at[layer, pages[:, None], 0, jnp.arange(pool.shape[3]), offsets[:, None]].set(new), scales
 
 
 def step(options, pool, scales, q, table, context, starts, pages, offsets, sinks):
@@ -102,8 +93,7 @@ def step(options, pool, scales, q, table, context, starts, pages, offsets, sinks
     def one_layer(carry, layer):
         q, pool, scales = carry
         kv = q[:, : pool.shape[3]]
-        pool = write(pool, layer, kv, kv, pages, offsets)
-        scales = None if scales is None else write_scales(scales, layer, pages, offsets)
+        pool, scales = write(pool, scales, layer, kv, kv, pages, offsets)
         return (attend(q, pool, layer, table, context, starts, scales=scales), pool, scales), None
 
     layers = jnp.arange(pool.shape[0], dtype=jnp.int32)
