@@ -1,31 +1,31 @@
 """Paged attention for NVIDIA GPUs through Pallas' Mosaic GPU backend: choice of kernel, layouts, checks.
 
 Decode runs the mma kernel (`mosaic_gpu_mma`), one tile per row and KV head. Prefill cuts the ragged batch
-into tiles of consecutive tokens of one row (`mosaic_gpu_tiles`). What a kernel cannot do is refused by name
-before anything is compiled.
+into tiles of consecutive tokens of one row (`mosaic_gpu_tiles`) and runs the WGMMA kernel
+(`mosaic_gpu_wgmma`) for bfloat16 on Hopper, else the mma kernel. What no kernel has is refused by name before
+anything is compiled.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.pool import QUANTISED_DTYPES
 from pallas_kernels.paged_attention import mosaic_gpu_tiles as layouts
-from pallas_kernels.paged_attention.mosaic_gpu_mma import (
-    LOG2E,
-    UNSEEN,
-    MmaConfig,
-    Tiles,
-    combine_splits,
-    mma_attention,
-    num_parts,
-)
-from pallas_kernels.paged_attention.mosaic_gpu_tuning import Tuning, tune_mma
+from pallas_kernels.paged_attention.mosaic_gpu_common import LOG2E, UNSEEN, Scoring
+from pallas_kernels.paged_attention.mosaic_gpu_mma import MmaConfig, Tiles, combine_splits, mma_attention, num_parts
+from pallas_kernels.paged_attention.mosaic_gpu_tuning import tune_mma, tune_wgmma
+from pallas_kernels.paged_attention.mosaic_gpu_wgmma import TILE_ROWS, WgmmaConfig, wgmma_attention
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
+WGMMA_HEAD_DIMS = (64, 128)
+MAX_FLOAT32_DIM = 128
 QUERY_DTYPES = ("bfloat16", "float32")
-QUANTISED_DTYPES = ("int8", "float8_e4m3fn")
 MAX_GROUP = 64
+HOPPER_NAMES = ("H100", "H200", "H800", "H20", "GH200")
 
 
 def paged_attention_mosaic_gpu(
@@ -57,74 +57,103 @@ def paged_attention_mosaic_gpu(
       [T, H, D] in q's dtype; zeros for padding.
 
     Raises:
-      ValueError: a head dimension, page size, dtype or group size that these kernels do not have.
+      NotImplementedError: a head dimension, page size, dtype or group size that these kernels do not have.
     """
-    _check(q, pool, scales)
+    _check(q, pool)
     kv_heads, page_size, dim = pool.shape[3:]
     group = q.shape[1] // kv_heads
-    rows = _tile_rows(group, dim, prefill=query_starts is not None)
-    tile_map = None
+    scoring = Scoring(float(scale), sliding_window, logit_softcap, 0 if query_starts is None else group)
+    where = _Where(pool, jnp.reshape(layer, (1,)).astype(jnp.int32), page_table.astype(jnp.int32), scales)
     if query_starts is None:
+        rows = _tile_rows(group, dim, prefill=False)
         bounds = layouts.decode_bounds(context_lens, sliding_window)
         tiles = Tiles(_query_parts(_padded(q.reshape(-1, dim), rows)), group, bounds)
-        rows_kept, rows_per_token = group, 0
+        return _run_mma(tiles, where, sinks, scoring, rows, group, q.dtype, interpret).reshape(q.shape)
+
+    wgmma = q.dtype == pool.dtype == jnp.bfloat16 and dim in WGMMA_HEAD_DIMS and (interpret or on_hopper())
+    rows = TILE_ROWS if wgmma else _tile_rows(group, dim, prefill=True)
+    tile_map = layouts.prefill_tiles(q.shape[0], context_lens, query_starts, rows // group, sliding_window)
+    by_tile = layouts.gather_tiles(q, tile_map.tokens, kv_heads, rows)
+    if wgmma:
+        tuning = tune_wgmma(dim)
+        config = WgmmaConfig(tuning.block, tuning.stages, scoring, interpret)
+        sinks_by_row = None if sinks is None else _sinks_by_row(sinks, kv_heads, rows)
+        out = wgmma_attention(by_tile, tile_map.bounds, pool, where.layer, where.page_table, sinks_by_row, config)
     else:
-        tile_map = layouts.prefill_tiles(q.shape[0], context_lens, query_starts, rows // group, sliding_window)
-        by_tile = layouts.gather_tiles(q, tile_map.tokens, kv_heads, rows)
         tiles = Tiles(_query_parts(by_tile.reshape(-1, dim)), rows, tile_map.bounds)
-        rows_kept, rows_per_token = rows, group
-    max_tokens = page_table.shape[1] * page_size
-    tuning = tune_mma(tiles.bounds.shape[0], kv_heads, max_tokens, dim, rows, q.dtype, pool.dtype)
-    config = MmaConfig(
-        rows=rows,
-        rows_kept=rows_kept,
-        rows_per_token=rows_per_token,
-        block=tuning.block,
-        stages=tuning.stages,
-        splits=tuning.splits,
-        scale=float(scale),
-        sliding_window=sliding_window,
-        logit_softcap=logit_softcap,
-        interpret=interpret,
-    )
-    out, lse = mma_attention(
-        tiles,
-        pool,
-        jnp.reshape(layer, (1,)).astype(jnp.int32),
-        page_table.astype(jnp.int32),
-        None if scales is None else _row_scales(scales, layer, page_table, tuning),
-        None if sinks is None else _sinks_by_row(sinks, kv_heads, rows, tuning.splits),
-        config,
-        q.dtype,
-    )
-    if lse is not None:
-        out = combine_splits(out, lse, rows_kept, q.dtype)
-    if tile_map is None:
-        return out.reshape(q.shape)
+        out = _run_mma(tiles, where, sinks, scoring, rows, rows, q.dtype, interpret)
     return layouts.scatter_tiles(out.reshape(-1, kv_heads, rows, dim), tile_map, q.shape[1])
 
 
-def _check(q: jax.Array, pool: jax.Array, scales: jax.Array | None) -> None:
+class _Where(NamedTuple):
+    """Where K and V lie: arguments of `paged_attention`, the layer as int32[1]."""
+
+    pool: jax.Array
+    layer: jax.Array
+    page_table: jax.Array
+    scales: jax.Array | None
+
+
+def _run_mma(
+    tiles: Tiles,
+    where: _Where,
+    sinks: jax.Array | None,
+    scoring: Scoring,
+    rows: int,
+    rows_kept: int,
+    dtype: jnp.dtype,
+    interpret: bool,
+) -> jax.Array:
+    """The mma kernel over `tiles` and, where it was split, the second pass: [N * K * rows_kept, D]."""
+    pool, layer, page_table, scales = where
+    kv_heads, page_size = pool.shape[3:5]
+    tuning = tune_mma(tiles.bounds.shape[0], page_table.shape[1] * page_size, pool, rows, dtype)
+    config = MmaConfig(rows, rows_kept, tuning.block, tuning.stages, tuning.splits, scoring, interpret)
+    row_scales = None if scales is None else _row_scales(scales, layer[0], page_table, tuning.block)
+    split_sinks = None
+    if sinks is not None:
+        by_row = _sinks_by_row(sinks, kv_heads, rows)
+        split_sinks = jnp.full((tuning.splits, *by_row.shape), UNSEEN, jnp.float32).at[0].set(by_row)
+    out, lse = mma_attention(tiles, pool, layer, page_table, row_scales, split_sinks, config, dtype)
+    return out if lse is None else combine_splits(out, lse, rows_kept, dtype)
+
+
+def on_hopper() -> bool:
+    """Whether the program is traced for compute capability 9.0: the mesh's device, else the default one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "gpu":
+        return any(name in device.device_kind for name in HOPPER_NAMES)
+    if jax.default_backend() != "gpu":
+        return False
+    return getattr(jax.devices()[0], "compute_capability", None) == "9.0"
+
+
+def _check(q: jax.Array, pool: jax.Array) -> None:
     heads, dim = q.shape[1:]
     kv_heads, page_size = pool.shape[3:5]
     if dim not in HEAD_DIMS:
-        raise ValueError(f"head dimension is {dim}; mosaic_gpu has {', '.join(map(str, HEAD_DIMS))}")
+        raise NotImplementedError(f"head dimension is {dim}; mosaic_gpu has {_listed(HEAD_DIMS)}")
     if page_size not in (16, 32) and page_size % 64:
-        raise ValueError(f"page size is {page_size}; mosaic_gpu has 16, 32 and multiples of 64")
+        raise NotImplementedError(f"page size is {page_size}; mosaic_gpu has 16, 32 and multiples of 64")
     if q.dtype.name not in QUERY_DTYPES:
-        raise ValueError(f"q is {q.dtype.name}; mosaic_gpu has {' and '.join(QUERY_DTYPES)}")
-    quantised = pool.dtype.name in QUANTISED_DTYPES
-    if not quantised and pool.dtype != q.dtype:
-        raise ValueError(
+        raise NotImplementedError(f"q is {q.dtype.name}; mosaic_gpu has {_listed(QUERY_DTYPES)}")
+    if pool.dtype != q.dtype and pool.dtype.name not in QUANTISED_DTYPES:
+        raise NotImplementedError(
             f"pool is {pool.dtype.name} and q {q.dtype.name};"
-            f" mosaic_gpu has pools of q's dtype, {' and '.join(QUANTISED_DTYPES)}"
+            f" mosaic_gpu has pools of q's dtype, {_listed(QUANTISED_DTYPES)}"
         )
-    if quantised != (scales is not None):
-        raise ValueError(
-            f"pool is {pool.dtype.name} {'without' if quantised else 'with'} scales; int8 and fp8 need them"
+    if pool.dtype == jnp.float32 and dim > MAX_FLOAT32_DIM:
+        raise NotImplementedError(
+            f"head dimension is {dim} in float32; mosaic_gpu has up to {MAX_FLOAT32_DIM}, which fills shared memory"
         )
     if heads // kv_heads > MAX_GROUP:
-        raise ValueError(f"{heads} query heads share {kv_heads} KV heads; mosaic_gpu has at most {MAX_GROUP} to one")
+        raise NotImplementedError(
+            f"{heads} query heads share {kv_heads} KV heads; mosaic_gpu has at most {MAX_GROUP} to one"
+        )
+
+
+def _listed(values: tuple[object, ...]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _tile_rows(group: int, dim: int, prefill: bool) -> int:
@@ -138,12 +167,14 @@ def _tile_rows(group: int, dim: int, prefill: bool) -> int:
 
 
 def _padded(q_rows: jax.Array, rows: int) -> jax.Array:
-    """Query rows with as many behind the last as the last tile reads beyond it."""
-    return jnp.pad(q_rows, ((0, rows), (0, 0)))
+    """Query rows, at least a tile of them. TMA gives zeros for what the last tile reads beyond the end."""
+    return jnp.pad(q_rows, ((0, max(0, rows - q_rows.shape[0])), (0, 0)))
 
 
 def _query_parts(q_rows: jax.Array) -> jax.Array:
     """Query rows as bfloat16[parts, X, D] that add up; `reduce_precision` because XLA may drop mere casts."""
+    if q_rows.dtype == jnp.bfloat16:
+        return q_rows[None]
     parts, rest = [], q_rows
     for _ in range(num_parts(q_rows.dtype)):
         parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
@@ -151,17 +182,16 @@ def _query_parts(q_rows: jax.Array) -> jax.Array:
     return jnp.stack(parts).astype(jnp.bfloat16)
 
 
-def _row_scales(scales: jax.Array, layer: jax.Array, page_table: jax.Array, tuning: Tuning) -> jax.Array:
+def _row_scales(scales: jax.Array, layer: jax.Array, page_table: jax.Array, block: int) -> jax.Array:
     """Scales in token order, float32[R * K, 2, W * S rounded up to blocks]."""
     kv_heads, page_size = scales.shape[3:]
     rows, width = page_table.shape
     own = scales[layer, page_table].transpose(0, 3, 2, 1, 4)  # [R, K, 2, W, S]
     own = own.reshape(rows * kv_heads, 2, width * page_size)
-    return jnp.pad(own, ((0, 0), (0, 0), (0, -own.shape[2] % tuning.block)))
+    return jnp.pad(own, ((0, 0), (0, 0), (0, -own.shape[2] % block)))
 
 
-def _sinks_by_row(sinks: jax.Array, kv_heads: int, rows: int, splits: int) -> jax.Array:
-    """Sinks in units of log2 for every row of a tile, float32[splits, K, M], all in the first split."""
+def _sinks_by_row(sinks: jax.Array, kv_heads: int, rows: int) -> jax.Array:
+    """Sinks in units of log2 for every row of a tile, float32[K, rows]; row `i` is head `i % G` of the group."""
     by_head = jnp.maximum(sinks.astype(jnp.float32).reshape(kv_heads, -1) * LOG2E, UNSEEN)
-    by_row = by_head[:, jnp.arange(rows) % by_head.shape[1]]
-    return jnp.full((splits, *by_row.shape), UNSEEN, jnp.float32).at[0].set(by_row)
+    return by_head[:, jnp.arange(rows) % by_head.shape[1]]

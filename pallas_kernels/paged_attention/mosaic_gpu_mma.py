@@ -10,7 +10,6 @@ ring of `stages` buffers, and keeps a running maximum, sum and output in registe
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,9 +18,18 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-LOG2E = math.log2(math.e)
-UNSEEN = -1e30
-"""Score of a key that a query does not see: finite, so that a row that has seen nothing yet stays finite."""
+from pallas_kernels.paged_attention.mosaic_gpu_common import (
+    LOG2E,
+    UNSEEN,
+    Scoring,
+    Tile,
+    across,
+    copy_pages,
+    interpreter,
+    num_copies,
+    swizzled,
+)
+from pallas_kernels.paged_attention.mosaic_gpu_tuning import REDUCTION_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +39,19 @@ class MmaConfig:
     Attributes:
       rows: M, query rows a tile holds in registers: 16, 32 or 64.
       rows_kept: rows of a tile that are written; in decode the group size, else M.
-      rows_per_token: query rows per token (the group size), to find a row's position; 0: one position a tile.
       block: tokens of K and V per step.
       stages: buffers in the ring.
       splits: blocks that share a tile's tokens; more than one: partial results.
-      scale: of the scores.
-      sliding_window, logit_softcap: as in `paged_attention`.
+      scoring: how scores are made.
       interpret: runs without mma, through `jnp.dot`.
     """
 
     rows: int
     rows_kept: int
-    rows_per_token: int
     block: int
     stages: int
     splits: int
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
+    scoring: Scoring
     interpret: bool
 
 
@@ -119,8 +122,8 @@ def mma_attention(
         scratch_types=_scratch(config, pool, tiles.q.shape[0], out_types[0].dtype, scales is not None),
         grid=(config.splits, kv_heads, num_tiles),
         grid_names=("split", "kv_head", "tile"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if config.interpret else None,
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES),
+        interpret=interpreter(config.interpret),
     )(*inputs)
     return (outs[0], outs[1]) if partial else (outs[0][0], None)
 
@@ -128,23 +131,23 @@ def mma_attention(
 def _scratch(config: MmaConfig, pool: jax.Array, q_parts: int, out_dtype: Any, scaled: bool) -> list[Any]:
     """Shared memory and barriers, in the order of `_Refs`."""
     page_size, dim = pool.shape[4:]
-    pieces = max(1, config.block // page_size)
+    copies = num_copies(page_size, config.block)
     staged = pool.dtype != jnp.bfloat16
-    kv = plgpu.SMEM((config.stages, config.block, dim), pool.dtype, transforms=() if staged else _swizzled(dim))
+    kv = plgpu.SMEM((config.stages, config.block, dim), pool.dtype, transforms=() if staged else swizzled(dim))
     parts = (num_parts(pool.dtype), config.block, dim)
     p_parts = max(q_parts, 1 + scaled)  # The scales of V are folded into P and would be rounded with it.
     return [
         plgpu.SMEM((q_parts, config.rows, dim), jnp.bfloat16),
         kv,
         kv,
-        plgpu.SMEM(parts, jnp.bfloat16, transforms=_swizzled(dim)) if staged else None,
+        plgpu.SMEM(parts, jnp.bfloat16, transforms=swizzled(dim)) if staged else None,
         plgpu.SMEM((config.stages, 2, config.block), jnp.float32) if scaled else None,
-        plgpu.SMEM((p_parts, config.rows, config.block), jnp.bfloat16, transforms=_swizzled(config.block)),
+        plgpu.SMEM((p_parts, config.rows, config.block), jnp.bfloat16, transforms=swizzled(config.block)),
         plgpu.SMEM((config.rows, dim), out_dtype),
         plgpu.SMEM((config.rows,), jnp.float32),
         plgpu.Barrier(num_arrivals=q_parts),
-        plgpu.Barrier(num_arrivals=pieces + scaled, num_barriers=config.stages),
-        plgpu.Barrier(num_arrivals=pieces, num_barriers=config.stages),
+        plgpu.Barrier(num_arrivals=copies + scaled, num_barriers=config.stages),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
     ]
 
 
@@ -160,12 +163,6 @@ def bfloat16_parts(x: jax.Array, count: int) -> list[jax.Array]:
         parts.append(x.astype(jnp.bfloat16))
         x = x.astype(jnp.float32) - parts[-1].astype(jnp.float32)
     return parts
-
-
-def _swizzled(minor: int) -> tuple[Any, ...]:
-    """The shared-memory layout of bfloat16 that TMA writes and matrix loads read without bank conflicts."""
-    swizzle = next(s for s in (128, 64, 32) if 2 * minor % s == 0)
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
 
 
 class _Refs(NamedTuple):
@@ -206,17 +203,15 @@ class _Block:
 
     def __init__(self, config: MmaConfig, stride: int, refs: _Refs) -> None:
         self.config, self.refs = config, refs
-        self.split, self.head, self.tile = (jax.lax.axis_index(name) for name in ("split", "kv_head", "tile"))
-        self.kv_heads, self.page_size, self.dim = refs.pool.shape[3:]
-        self.tile_head = self.tile * self.kv_heads + self.head
+        self.split, head, number = (jax.lax.axis_index(name) for name in ("split", "kv_head", "tile"))
+        self.tile = Tile.read(refs.layer, refs.bounds, number, head)
+        self.kv_heads, _, self.dim = refs.pool.shape[3:]
+        self.tile_head = number * self.kv_heads + head
         self.q_start = self.tile_head * stride
         m_warps = config.rows // 16
         self.lhs = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=m_warps)
         self.rhs = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=m_warps)
         self.acc = plgpu.Layout.MMA_ACC(jnp.bfloat16, m_warps=m_warps)
-        self.layer = refs.layer[0]
-        self.row, self.first, self.end, self.position = (refs.bounds[self.tile, i] for i in range(4))
-        self.last_page = jnp.maximum(self.end - 1, 0) // self.page_size
 
     def run(self) -> None:
         """Everything: starts the copies, goes over this split's blocks, writes the result."""
@@ -247,29 +242,20 @@ class _Block:
     def _my_blocks(self) -> tuple[jax.Array, jax.Array]:
         """First and end of the K/V blocks of this split; equal when it has none."""
         block, splits = self.config.block, self.config.splits
-        first, end = self.first // block, (self.end + block - 1) // block
+        first, end = self.tile.first // block, (self.tile.end + block - 1) // block
         share = (end - first + splits - 1) // splits
         begin = jnp.minimum(first + self.split * share, end)
         return begin, jnp.minimum(begin + share, end)
 
     def _copy_block(self, block: jax.Array, slot: jax.Array | int) -> None:
-        """Starts the copies of one block of K and V; pages beyond the last are the last again."""
-        refs, config = self.refs, self.config
-        piece = min(self.page_size, config.block)
-        for part in range(config.block // piece):
-            token = block * config.block + part * piece
-            page = refs.page_table[self.row, jnp.minimum(token // self.page_size, self.last_page)]
-            inside = pl.ds(pl.multiple_of(jax.lax.rem(token, self.page_size), piece), piece)
-            for kind, smem, barriers in ((0, refs.k_smem, refs.k_barriers), (1, refs.v_smem, refs.v_barriers)):
-                plgpu.copy_gmem_to_smem(
-                    refs.pool.at[self.layer, page, kind, self.head, inside],
-                    smem.at[slot, pl.ds(part * piece, piece)],
-                    barriers.at[slot],
-                )
+        """Starts the copies of one block of K and V, and of its scales."""
+        refs, tile, token = self.refs, self.tile, block * self.config.block
+        copy_pages(refs.pool, refs.page_table, tile, 0, token, refs.k_smem.at[slot], refs.k_barriers.at[slot])
+        copy_pages(refs.pool, refs.page_table, tile, 1, token, refs.v_smem.at[slot], refs.v_barriers.at[slot])
         if refs.scales is not None:
-            tokens = pl.ds(pl.multiple_of(block * config.block, config.block), config.block)
+            tokens = pl.ds(pl.multiple_of(token, self.config.block), self.config.block)
             plgpu.copy_gmem_to_smem(
-                refs.scales.at[self.row * self.kv_heads + self.head, :, tokens],
+                refs.scales.at[tile.row * self.kv_heads + tile.head, :, tokens],
                 refs.scales_smem.at[slot],
                 refs.k_barriers.at[slot],
             )
@@ -286,7 +272,7 @@ class _Block:
         )
 
     def _sinks(self) -> jax.Array:
-        sinks = self.refs.sinks.at[self.split, self.head]
+        sinks = self.refs.sinks.at[self.split, self.tile.head]
         return plgpu.load(sinks, layout=self.acc.reduce(1), optimized=False)
 
     def _attend(self, q: list[jax.Array], token: jax.Array, slot: jax.Array, state: _Softmax) -> _Softmax:
@@ -296,59 +282,35 @@ class _Block:
         plgpu.barrier_wait(refs.k_barriers.at[slot])
         keys = [plgpu.load(part.T, layout=self.rhs) for part in self._parts(refs.k_smem.at[slot])]
         scores = self._dot(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.acc), q, keys)
-        scores = jnp.where(self._seen(token, shape), self._logits(scores, slot), UNSEEN)
+        scores = jnp.where(
+            self.tile.sees(token, shape, 0, config.scoring, self.acc), self._logits(scores, slot), UNSEEN
+        )
         top = jnp.maximum(state.top, self._per_row(jnp.max(scores, axis=1)))
         keep = jnp.exp2(state.top - top)
-        weights = jnp.exp2(scores - self._across(top, shape))
-        total = state.total * self._across(keep, shape) + weights
+        weights = jnp.exp2(scores - across(top, shape, self.acc))
+        total = state.total * across(keep, shape, self.acc) + weights
         if refs.scales is not None:
             scale = plgpu.load(refs.scales_smem.at[slot, 1], layout=self.acc.reduce(0))
-            scale = jnp.where(self._live(token, (config.block,), 0, self.acc.reduce(0)), scale, 0.0)
+            scale = jnp.where(self.tile.holds(token, (config.block,), 0, self.acc.reduce(0)), scale, 0.0)
             weights *= jax.lax.broadcast_in_dim(scale, shape, (1,))
         for index, part in enumerate(bfloat16_parts(weights, refs.p_smem.shape[0])):
             refs.p_smem[index] = part
         plgpu.barrier_wait(refs.v_barriers.at[slot])
         values = [plgpu.load(part, layout=self.rhs) for part in self._parts(refs.v_smem.at[slot])]
-        live = self._live(token, values[0].shape, 0, self.rhs)
+        live = self.tile.holds(token, values[0].shape, 0, self.rhs)
         values = [jnp.where(live, part, jnp.zeros((), part.dtype)) for part in values]
-        out = state.out * self._across(keep, state.out.shape)
+        out = state.out * across(keep, state.out.shape, self.acc)
         return _Softmax(top, total, self._dot(out, self._lhs_parts(refs.p_smem), values))
 
     def _per_row(self, x: jax.Array) -> jax.Array:
         return plgpu.layout_cast(x, self.acc.reduce(1))
 
-    def _across(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """[M] over the columns of `shape`."""
-        return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, shape, (0,)), self.acc)
-
     def _logits(self, scores: jax.Array, slot: jax.Array) -> jax.Array:
         """Scores [M, block] scaled and capped, in units of log2."""
-        config, scale = self.config, self.config.scale
         if self.refs.scales is not None:
             per_key = plgpu.load(self.refs.scales_smem.at[slot, 0], layout=self.acc.reduce(0))
             scores *= jax.lax.broadcast_in_dim(per_key, scores.shape, (1,))
-        if config.logit_softcap is None:
-            return scores * (scale * LOG2E)
-        # tanh(x) = 1 - 2 / (1 + exp(2x)); the hardware's tanh is good to 2**-11 only.
-        cap = config.logit_softcap
-        return (cap * LOG2E) * (1.0 - 2.0 / (1.0 + jnp.exp2(scores * (2.0 * LOG2E * scale / cap))))
-
-    def _live(self, token: jax.Array, shape: tuple[int, ...], axis: int, layout: Any) -> jax.Array:
-        """Which keys any query of the tile sees; all others may hold anything."""
-        key = token + plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
-        return (key >= self.first) & (key < self.end)
-
-    def _seen(self, token: jax.Array, shape: tuple[int, int]) -> jax.Array:
-        """Which keys each query row sees."""
-        seen = self._live(token, shape, 1, self.acc)
-        if self.config.rows_per_token:
-            key = token + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=self.acc)
-            row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=self.acc)
-            position = self.position + row // self.config.rows_per_token
-            seen &= key <= position
-            if self.config.sliding_window is not None:
-                seen &= key > position - self.config.sliding_window
-        return seen
+        return self.config.scoring.logits(scores)
 
     def _parts(self, stored: Any) -> list[Any]:
         """K or V as bfloat16 in shared memory: as stored, or taken apart into `parts_smem`, which K and V share."""
@@ -377,7 +339,7 @@ class _Block:
         if refs.sinks is not None:
             total += jnp.exp2(self._sinks() - state.top)
         factor = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
-        out = state.out * self._across(factor, state.out.shape)
+        out = state.out * across(factor, state.out.shape, self.acc)
         refs.out_smem[...] = out.astype(refs.out_smem.dtype)
         if refs.lse is not None:
             refs.lse_smem[...] = jnp.where(total > 0, state.top + jnp.log(total) * LOG2E, UNSEEN)

@@ -14,10 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.common.pool import QUANTISED_DTYPES
-from pallas_kernels.paged_attention.mosaic_tpu_kernel import Form, attend_items, scratch_shapes
+from pallas_kernels.paged_attention.mosaic_tpu_kernel import attend_items, scratch_shapes
 from pallas_kernels.paged_attention.mosaic_tpu_plan import (
     CORES,
     LANES,
+    Form,
     Items,
     choose_blocks,
     decode_items,

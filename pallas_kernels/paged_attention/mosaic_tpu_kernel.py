@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,50 +28,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.mosaic_tpu_plan import CORES, LANES, Items
+from pallas_kernels.paged_attention.mosaic_tpu_plan import CORES, LANES, Form, Items
 
 LOG2_E = float(np.log2(np.e))
 MASKED = -1e30
 """Score of a key that is not seen: finite, so that a row that sees nothing of a block stays free of NaN."""
 MAX_UNROLLED_HEADS = 8
 MAX_UNROLLED_COPIES = 8
-
-
-@dataclass(frozen=True)
-class Form:
-    """What is static about a call.
-
-    Attributes:
-      kv_heads, group: K, and query heads per KV head.
-      block_queries, rows: Q, and M >= Q * group rows per KV head: row g * Q + i is head g of query i.
-      page_size, pages_per_block: S, and pages copied and computed at a time.
-      width: E, lanes of a row of the pool.
-      parts: 2: keys and values are apart; 1: they share a row.
-      dtype: of the matrix products' operands.
-      quantised: the pool holds int8 or float8_e4m3fn, with scales.
-      has_sinks: sinks are given.
-      scale, sliding_window, logit_softcap: as in the contract.
-    """
-
-    kv_heads: int
-    group: int
-    block_queries: int
-    rows: int
-    page_size: int
-    pages_per_block: int
-    width: int
-    parts: int
-    dtype: Any
-    quantised: bool
-    has_sinks: bool
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a K/V block; a multiple of 128."""
-        return self.page_size * self.pages_per_block
 
 
 class _Refs(NamedTuple):
@@ -131,7 +94,7 @@ def attend_items(form: Form, *refs: Any) -> None:
 
     @pl.when(jnp.logical_not(live))
     def _() -> None:
-        r.out[...] = jnp.zeros_like(r.out)
+        _for_heads(form, partial(_clear, r.out.at[0]))
 
 
 def _name_refs(form: Form, refs: tuple[Any, ...]) -> _Refs:
@@ -289,14 +252,21 @@ def _seen_whole(form: Form, r: _Refs, item: jax.Array, start: jax.Array) -> jax.
 
 def _start_softmax(form: Form, r: _Refs) -> None:
     """Before any key. A sink is a key that was seen, with score `sink` and no value."""
-    r.mixed[...] = jnp.zeros_like(r.mixed)
-    if form.has_sinks:
-        r.top[...] = jnp.broadcast_to(r.sinks[...] * LOG2_E, r.top.shape)
-        lane = jax.lax.broadcasted_iota(jnp.int32, r.total.shape, 2)
-        r.total[...] = jnp.where(lane == 0, 1.0, 0.0)
-    else:
-        r.top[...] = jnp.full_like(r.top, MASKED)
-        r.total[...] = jnp.zeros_like(r.total)
+
+    def start(head: Any) -> None:
+        _clear(r.mixed, head)
+        if form.has_sinks:
+            r.top[head] = jnp.broadcast_to(r.sinks[head] * LOG2_E, r.top.shape[1:])
+            r.total[head] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, r.total.shape[1:], 1) == 0, 1.0, 0.0)
+        else:
+            r.top[head] = jnp.full(r.top.shape[1:], MASKED, jnp.float32)
+            _clear(r.total, head)
+
+    _for_heads(form, start)
+
+
+def _clear(ref: Any, head: Any) -> None:
+    ref[head] = jnp.zeros(ref.shape[1:], ref.dtype)
 
 
 def _finish_softmax(form: Form, r: _Refs) -> None:

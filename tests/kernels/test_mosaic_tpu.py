@@ -19,13 +19,15 @@ from pallas_kernels.paged_attention.mosaic_tpu import paged_attention_mosaic_tpu
 from tests.kernels.cases import bfloat16, dense, make_case
 
 SINKS = np.linspace(-1.0, 2.0, 6)
-ALL = {"sliding_window": 70, "logit_softcap": 1.5, "sinks": SINKS, "scale": 0.2}
+ALL = {"sliding_window": 150, "logit_softcap": 1.5, "sinks": SINKS, "scale": 0.2}
+"""The window begins inside a block that is otherwise seen whole."""
 TWO_CORES = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 LENGTHS = [1, 15, 0, 16, 17, 0, 0, 50, 300, 128, 129]
 """Around a page's end and a block's end, with padding rows between, and an odd number of rows."""
 
-PREFILL = ([300, 17, 0, 140, 40], [20, 17, 0, 1, 40])
-"""Contexts and queries: chunks at the end of a longer context, whole prompts, a padding row."""
+PREFILL = ([300, 17, 0, 132, 40], [20, 17, 0, 12, 40])
+"""Contexts and queries: chunks at the end of a longer context, one of them across the end of a block so that
+only its later queries see the block whole; whole prompts; a padding row."""
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +159,7 @@ class TestPlan:
                     page_bytes=1 << 20,
                 )
                 assert blocks.pages * page_size % 128 == 0
-                assert blocks.pages * page_size <= max(plan.MAX_BLOCK_TOKENS, page_size * 8)
+                assert blocks.pages * page_size <= max(plan.MAX_DECODE_TOKENS, page_size * 8)
                 assert (blocks.queries, blocks.rows) == (1, 16)
 
     def test_decode_items_skip_rows_without_tokens(self):
