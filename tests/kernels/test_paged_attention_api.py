@@ -37,8 +37,8 @@ def test_unknown_implementation_is_refused_with_the_known_ones():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"q": jnp.zeros((2, 4, 16))}, "4 heads of 16 and the pool 2 of 8"),
-        ({"q": jnp.zeros((2, 3, 8))}, "query heads a multiple of KV heads"),
+        ({"q": jnp.zeros((2, 4, 16))}, r"pool is \(2, 6, 2, 2, 4, 8\) for heads of 16"),
+        ({"q": jnp.zeros((2, 3, 8))}, "3 heads and the pool 2; query heads must be a multiple"),
         ({"q": jnp.zeros((2, 8))}, r"must be \[T, H, D\]"),
         ({"q": jnp.zeros((3, 4, 8))}, "q has 3 tokens for 2 rows"),
         ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"page_table is \(3, 2\) for 2 context lengths"),
