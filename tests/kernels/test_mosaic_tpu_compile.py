@@ -6,23 +6,22 @@ keys and values and attends. What is asserted is what the compiler reports; noth
 
 from __future__ import annotations
 
-import os
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.common.deviceless import TARGETS, compile_for
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention.mosaic_tpu import paged_attention_mosaic_tpu
 from pallas_kernels.paged_attention.specs import SPECS, Spec
 
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu asks a metadata server otherwise
-topologies = pytest.importorskip("jax.experimental.topologies")
 pytest.importorskip("libtpu")
 pytestmark = pytest.mark.tpu_compile
 
-TARGETS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+TPUS = [name for name, target in TARGETS.items() if target.platform == "tpu"]
 MIB = 2**20
 
 
@@ -53,10 +52,10 @@ SHARDS = [
     spec("wide table decode", (32, 8), rows=512, width=4096),
 ]
 QUANTISED = [
-    spec("int8 decode", (32, 8), page_size=128, width=16, pages=256, dtype="int8"),
-    spec("int8 prefill", (32, 8), rows=8, tokens=512, page_size=128, width=16, pages=256, dtype="int8"),
-    spec("float8 decode", (8, 1), page_size=128, width=16, pages=2048, dtype="float8_e4m3fn"),
-    spec("float8 prefill", (8, 2), rows=8, tokens=512, page_size=128, width=16, pages=1024, dtype="float8_e4m3fn"),
+    spec("int8 decode", (32, 8), page_size=128, width=16, pages=256, kv_dtype="int8"),
+    spec("int8 prefill", (32, 8), rows=8, tokens=512, page_size=128, width=16, pages=256, kv_dtype="int8"),
+    spec("float8 decode", (8, 1), page_size=128, width=16, pages=2048, kv_dtype="float8_e4m3fn"),
+    spec("float8 prefill", (8, 2), rows=8, tokens=512, page_size=128, width=16, pages=1024, kv_dtype="float8_e4m3fn"),
 ]
 WITH_OPTIONS = [spec("options decode", (40, 8)), spec("options prefill", (40, 8), rows=8, tokens=256)]
 OPTIONS = {"sliding_window": 1024, "logit_softcap": 30.0}
@@ -64,16 +63,14 @@ OPTIONS = {"sliding_window": 1024, "logit_softcap": 30.0}
 
 def in_turn(specs):
     """Each spec with a target, so that every target gets some."""
-    names = list(TARGETS)
-    targets = [names[n % len(names)] for n in range(len(specs))]
+    targets = [TPUS[n % len(TPUS)] for n in range(len(specs))]
     return [pytest.param(target, one, id=f"{target}-{one.name}") for target, one in zip(targets, specs, strict=True)]
 
 
 def pool_shape(one):
     """In one of the forms that the kernel takes: packed for D = 64, padded to 128 below 128."""
-    if one.head_dim == 64:
-        return (one.num_layers, one.num_pages, 1, one.num_kv_heads, one.page_size, 128)
-    return (one.num_layers, one.num_pages, 2, one.num_kv_heads, one.page_size, max(128, one.head_dim))
+    layers, pages, _, kv_heads, page_size, dim = one.pool_shape
+    return (layers, pages, 1 if dim == 64 else 2, kv_heads, page_size, max(128, dim))
 
 
 def write(pool, scales, layer, k, v, pages, offsets):
@@ -102,37 +99,19 @@ def step(options, pool, scales, q, table, context, starts, pages, offsets, sinks
 
 def compile_step(target, one, *, sinks=False, **options):
     """The compiled step, its pool and scales donated."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TARGETS[target]).devices
-    sharding = jax.sharding.SingleDeviceSharding(devices[0])
-
-    def array(shape, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    pool = array(pool_shape(one), one.dtype)
-    quantised = pool.dtype.itemsize == 1
-    scales = array((*pool.shape[:2], 2, *pool.shape[3:5]), jnp.float32) if quantised else None
-    args = (
-        pool,
-        scales,
-        array((one.num_tokens, one.num_heads, one.head_dim), jnp.bfloat16 if quantised else one.dtype),
-        array((one.num_rows, one.table_width)),
-        array((one.num_rows,)),
-        array((one.num_rows + 1,)) if one.prefill else None,
-        array((one.num_tokens,)),
-        array((one.num_tokens,)),
-        array((one.num_heads,), jnp.float32) if sinks else None,
-    )
+    q, _, _, table, context, starts, scales = one.abstract_args()
+    pool = jax.ShapeDtypeStruct(pool_shape(one), one.pool_dtype)
+    places = jax.ShapeDtypeStruct((one.num_tokens,), jnp.int32)
+    logits = jax.ShapeDtypeStruct((one.num_heads,), jnp.float32) if sinks else None
     options = {"sliding_window": None, "logit_softcap": None} | options
-    function = jax.jit(partial(step, options), donate_argnums=(0, 1))
-    return function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    args = (pool, scales, q, table, context, starts, places, places, logits)
+    return compile_for(TARGETS[target], partial(step, options), args, donate=(0, 1))
 
 
 def assert_in_place(one, compiled):
     """The pool and its scales are updated where they are, and nothing as large is made on the way."""
     memory = compiled.memory_analysis()
-    size = jnp.dtype(one.dtype).itemsize
-    for length in pool_shape(one):
-        size *= length
+    size = math.prod(pool_shape(one)) * one.pool_dtype.itemsize
     temp = memory.temp_size_in_bytes
     alias = memory.alias_size_in_bytes
     print(f"\n{one.name}: pool {size / MIB:.0f} MiB, aliased {alias / MIB:.0f}, temp {temp / MIB:.1f}")
@@ -140,7 +119,7 @@ def assert_in_place(one, compiled):
     assert temp < min(size // 3, 96 * MIB)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", TPUS)
 @pytest.mark.parametrize("one", MODELS, ids=lambda one: one.name)
 def test_llama_8b_step_compiles_in_place(target, one):
     assert_in_place(one, compile_step(target, one))
