@@ -132,7 +132,7 @@ class TableBuilder:
         grown = []
         for slot, first, page_ids in plan.pages:
             # Kernels do not check ids: one out of range would read or write some other memory.
-            assert 0 < min(page_ids) and max(page_ids) < self._num_pages, (slot, first, page_ids, self._num_pages)
+            assert min(page_ids) > 0 and max(page_ids) < self._num_pages, (slot, first, page_ids, self._num_pages)
             if len(page_ids) == 1:
                 grown.append((slot, first, page_ids[0]))
             else:

@@ -43,7 +43,9 @@ def ask_for(folder: Path) -> None:
 def take(folder: Path) -> list[Measures]:
     """Reads the measures of the kernels compiled since the last call, and empties the folder."""
     found = [_gpu(path) for path in sorted(folder.glob("*.ptxas"))]
-    found += [_tpu(path) for path in sorted(folder.glob("*paged_attention*final_hlo-static-per-bundle-utilization.txt"))]
+    found += [
+        _tpu(path) for path in sorted(folder.glob("*paged_attention*final_hlo-static-per-bundle-utilization.txt"))
+    ]
     for path in folder.iterdir():
         path.unlink()
     return found

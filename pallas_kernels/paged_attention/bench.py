@@ -232,7 +232,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.paged_attention.bench", description=__doc__)
     parser.add_argument("--implementation", default="auto")
     parser.add_argument("--small", action="store_true", help="two small shapes: does it run?")
-    parser.add_argument("--repeats", type=int, default=16, help=f"times {LAYERS} calls in a timed run (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=16, help=f"times {LAYERS} calls in a timed run (default: %(default)s)"
+    )
     parser.add_argument("--output", help="also write JSON here")
     options = parser.parse_args(argv)
     implementation = choose_implementation(options.implementation, jax.default_backend())
