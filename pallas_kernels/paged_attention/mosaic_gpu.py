@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from pallas_kernels.common.pool import QUANTISED_DTYPES
 from pallas_kernels.paged_attention import mosaic_gpu_tiles as layouts
 from pallas_kernels.paged_attention.mosaic_gpu_common import LOG2E, UNSEEN, Scoring
-from pallas_kernels.paged_attention.mosaic_gpu_mma import MmaConfig, Tiles, combine_splits, mma_attention, num_parts
+from pallas_kernels.paged_attention.mosaic_gpu_mma import (
+    ROWS_KEPT,
+    MmaConfig,
+    Tiles,
+    combine_splits,
+    mma_attention,
+    num_parts,
+)
 from pallas_kernels.paged_attention.mosaic_gpu_tuning import tune_mma, tune_wgmma
 from pallas_kernels.paged_attention.mosaic_gpu_wgmma import TILE_ROWS, WgmmaConfig, wgmma_attention
 
@@ -68,7 +75,9 @@ def paged_attention_mosaic_gpu(
         rows = _tile_rows(group, dim, prefill=False)
         bounds = layouts.decode_bounds(context_lens, sliding_window)
         tiles = Tiles(_query_parts(_padded(q.reshape(-1, dim), rows)), group, bounds)
-        return _run_mma(tiles, where, sinks, scoring, rows, group, q.dtype, interpret).reshape(q.shape)
+        kept = next(kept for kept in ROWS_KEPT if kept >= group)
+        out = _run_mma(tiles, where, sinks, scoring, rows, kept, q.dtype, interpret)
+        return out.reshape(-1, kept, dim)[:, :group].reshape(q.shape)
 
     wgmma = q.dtype == pool.dtype == jnp.bfloat16 and dim in WGMMA_HEAD_DIMS and (interpret or on_hopper())
     rows = TILE_ROWS if wgmma else _tile_rows(group, dim, prefill=True)

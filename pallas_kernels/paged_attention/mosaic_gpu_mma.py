@@ -32,13 +32,17 @@ from pallas_kernels.paged_attention.mosaic_gpu_common import (
 from pallas_kernels.paged_attention.mosaic_gpu_tuning import REDUCTION_BYTES
 
 
+ROWS_KEPT = (4, 8, 16, 32, 64)
+"""Rows that a tile may write: for 1, 2, 3, 5 or 6, layout inference of jax 0.12 does not end."""
+
+
 @dataclass(frozen=True, slots=True)
 class MmaConfig:
     """What is static in one compiled mma kernel.
 
     Attributes:
       rows: M, query rows a tile holds in registers: 16, 32 or 64.
-      rows_kept: rows of a tile that are written; in decode the group size, else M.
+      rows_kept: rows of a tile that are written, M or a number in `ROWS_KEPT`.
       block: tokens of K and V per step.
       stages: buffers in the ring.
       splits: blocks that share a tile's tokens; more than one: partial results.
