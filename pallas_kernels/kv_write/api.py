@@ -2,51 +2,99 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.pool import check_pool_form, check_pool_rows, check_scales
+from pallas_kernels.kv_write.quantise import quantise
+
+
+@overload
+def write_kv(
+    pool: jax.Array,
+    layer: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    scales: None = None,
+) -> jax.Array: ...
+
+
+@overload
+def write_kv(
+    pool: jax.Array,
+    layer: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    scales: jax.Array,
+) -> tuple[jax.Array, jax.Array]: ...
+
 
 def write_kv(
-    pool: jax.Array, layer: jax.Array | int, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array
-) -> jax.Array:
-    """Writes one K and one V vector per token and KV head.
+    pool: jax.Array,
+    layer: jax.Array | int,
+    k: jax.Array,
+    v: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    scales: jax.Array | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Writes one K and one V vector per token and KV head, rounded to 8 bits if the pool is.
 
-    The pool is seen as rows of D numbers and the new rows are scattered into it, which stays in place when
-    the pool is donated or carried through a loop. An update along the page's own dimensions does not
-    always: XLA for TPU copies the pool of 8 float32 heads and pages of 32. With one KV head it is the other
-    way round, XLA for CPU copies the pool to see it as rows, so that case is updated along its dimensions.
+    One scatter with an index per dimension but the last. In that form XLA updates a pool that is donated,
+    or carried through a loop, in place on CPU, GPU and TPU; README.md names the exceptions.
 
     Args:
-      pool: [L, P, 2, K, S, D]; not more than 2**31 - 1 rows of D.
+      pool: [L, P, 2, K, S, D], or another form of `pallas_kernels.common.pool`; fewer than 2**31 vectors.
       layer: which layer's pages.
       k, v: [T, K, D].
       page_ids: int32[T], each in [0, P); page 0 for padding, which may collide.
       offsets: int32[T], each in [0, S).
+      scales: float32[L, P, 2, K, S] of an int8 or float8_e4m3fn pool; None for every other.
 
     Returns:
-      The pool with the rows replaced.
+      The pool with the rows replaced; with `scales`, (pool, scales).
 
     Raises:
-      ValueError: shapes do not fit together, or the pool has too many rows for an int32 index.
+      ValueError: shapes or dtypes do not fit together, or the pool has too many rows for an int32 index.
     """
-    num_layers, num_pages, two, kv_heads, page_size, dim = pool.shape
+    kv_heads, dim = pool.shape[3], k.shape[-1]
     tokens = page_ids.shape[0]
-    if two != 2 or k.shape != (tokens, kv_heads, dim) or v.shape != k.shape or offsets.shape != (tokens,):
+    check_pool_form(pool.shape, dim)
+    if k.shape != (tokens, kv_heads, dim) or v.shape != k.shape or offsets.shape != (tokens,):
         raise ValueError(
             f"pool {pool.shape}, k {k.shape}, v {v.shape}, page_ids {page_ids.shape} and offsets {offsets.shape}"
             " must be [L, P, 2, K, S, D], [T, K, D], [T, K, D], [T] and [T]"
         )
-    num_rows = num_layers * num_pages * 2 * kv_heads * page_size
-    if num_rows >= 2**31:
-        raise ValueError(
-            f"the pool has {num_rows} rows of D numbers; an int32 index reaches 2**31 - 1: use fewer pages"
-        )
-    new = jnp.stack([k, v], axis=1).astype(pool.dtype)
-    if kv_heads == 1:
-        return pool.at[layer, page_ids, :, :, offsets].set(new, mode="promise_in_bounds")
-    page = (jnp.asarray(layer, jnp.int32) * num_pages + page_ids)[:, None, None]
-    part = jnp.arange(2, dtype=jnp.int32)[None, :, None]
-    head = jnp.arange(kv_heads, dtype=jnp.int32)[None, None, :]
-    rows = ((page * 2 + part) * kv_heads + head) * page_size + offsets[:, None, None]
-    flat = pool.reshape(-1, dim).at[rows.reshape(-1)].set(new.reshape(-1, dim), mode="promise_in_bounds")
-    return flat.reshape(pool.shape)
+    check_pool_rows(pool.shape)
+    check_scales(pool, scales)
+    new = jnp.stack([k, v], axis=1)
+    if scales is None:
+        return _scatter(pool, layer, page_ids, offsets, _as_stored(pool, new.astype(pool.dtype)))
+    stored, new_scales = quantise(new, pool.dtype)
+    return (
+        _scatter(pool, layer, page_ids, offsets, _as_stored(pool, stored)),
+        _scatter(scales, layer, page_ids, offsets, new_scales),
+    )
+
+
+def _as_stored(pool: jax.Array, new: jax.Array) -> jax.Array:
+    """[T, 2 or 1, K, E]: what [T, 2, K, D] is in the pool's form."""
+    if pool.shape[2] == 1:
+        return jnp.concatenate([new[:, :1], new[:, 1:]], axis=-1)
+    return jnp.pad(new, ((0, 0), (0, 0), (0, 0), (0, pool.shape[5] - new.shape[3])))
+
+
+def _scatter(
+    array: jax.Array, layer: jax.Array | int, page_ids: jax.Array, offsets: jax.Array, new: jax.Array
+) -> jax.Array:
+    """`array` [L, P, parts, K, S, ...] with the tokens' places replaced by `new` [T, parts, K, ...]."""
+    part = jnp.arange(array.shape[2], dtype=jnp.int32)[None, :, None]
+    head = jnp.arange(array.shape[3], dtype=jnp.int32)[None, None, :]
+    places = (jnp.asarray(layer, jnp.int32), page_ids[:, None, None], part, head, offsets[:, None, None])
+    return array.at[places].set(new, mode="promise_in_bounds")

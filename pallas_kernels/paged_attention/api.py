@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from functools import lru_cache
@@ -9,16 +10,20 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.cpu import paged_attention_cpu
-from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.checks import check_arguments
 
 _LOG = logging.getLogger(__name__)
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
-    "reference": paged_attention_reference,
-    "cpu": paged_attention_cpu,
+IMPLEMENTATIONS: dict[str, str] = {
+    "reference": "pallas_kernels.paged_attention.reference",
+    "cpu": "pallas_kernels.paged_attention.cpu",
+    "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu",
+    "mosaic_tpu": "pallas_kernels.paged_attention.mosaic_tpu",
 }
-"""Every implementation by name; all follow the contract of `paged_attention`."""
+"""The module of every implementation, which holds `paged_attention_NAME`; imported when first chosen."""
+
+KERNELS = ("mosaic_gpu", "mosaic_tpu")
+"""The implementations that are Pallas kernels, and so can be interpreted."""
 
 
 def paged_attention(
@@ -29,50 +34,63 @@ def paged_attention(
     context_lens: jax.Array,
     query_starts: jax.Array | None = None,
     *,
+    scales: jax.Array | None = None,
     scale: float | None = None,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     sinks: jax.Array | None = None,
     implementation: str = "auto",
+    interpret: bool = False,
 ) -> jax.Array:
     """Causal grouped-query attention over a paged KV pool.
 
     Query head h reads KV head `h * K // H`. Nothing beyond a row's context is read into the result:
-    unused pages and page tails may hold NaN.
+    unused pages, page tails and their scales may hold NaN.
 
     Args:
       q: [T, H, D], query tokens.
-      pool: [L, P, 2, K, S, D], keys (0) and values (1); the tokens of this step are in it.
+      pool: [L, P, 2, K, S, D], keys (0) and values (1); the tokens of this step are in it. Or one of the two
+        other forms of `pallas_kernels.common.pool`, which `mosaic_gpu` lacks.
       layer: which layer's pages.
-      page_table: int32[R, W], page ids of each row; what lies beyond its context is any valid id.
+      page_table: int32[R, W], page ids of each row; what lies beyond its context is any valid id. Ids are
+        not checked here; `check_page_table` does on the host.
       context_lens: int32[R], tokens of the row in the cache, this step's included; 0: padding row.
       query_starts: None: decode, T == R and query i is row i's last token. int32[R + 1]: row r owns
         q[query_starts[r]:query_starts[r + 1]], its last tokens; queries from query_starts[R] on are padding.
+      scales: float32[L, P, 2, K, S] of an int8 or float8_e4m3fn pool, one per token and KV head:
+        a key or value is what is stored times its scale. None for every other pool.
       scale: of the scores; 1 / sqrt(D) when None.
       sliding_window: a query sees this many latest tokens, itself included; None: all.
       logit_softcap: scores become `cap * tanh(scores / cap)`; None: off.
-      sinks: float[H], a logit per head that takes part in the softmax and has no value; None: off.
+      sinks: float[H], a logit per head that takes part in the softmax and has no value; -inf or None: off.
       implementation: a name in `IMPLEMENTATIONS`, or "auto": the best for the default backend.
+      interpret: runs the kernel of `mosaic_gpu` or `mosaic_tpu` in Pallas' interpreter, on CPU.
 
     Returns:
       [T, H, D] in q's dtype; zeros for padding.
 
     Raises:
-      ValueError: shapes do not fit together, or the implementation does not exist.
+      ValueError: shapes or dtypes do not fit together, the implementation does not exist, or it is to be
+        interpreted and is no kernel.
+      NotImplementedError: the implementation lacks these shapes or dtypes; it names what it supports.
     """
-    _check(q, pool, page_table, context_lens, query_starts, sliding_window)
+    check_arguments(q, pool, page_table, context_lens, query_starts, scales, sliding_window, sinks)
     name = choose_implementation(implementation, jax.default_backend())
-    return IMPLEMENTATIONS[name](
+    if interpret and name not in KERNELS:
+        raise ValueError(f"{name} is no Pallas kernel; interpret=True is for {' and '.join(KERNELS)}")
+    return load_implementation(name)(
         q,
         pool,
         jnp.asarray(layer, jnp.int32),
         page_table,
         context_lens,
         query_starts,
+        scales=scales,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,
         sinks=sinks,
+        interpret=interpret,
     )
 
 
@@ -80,12 +98,13 @@ def paged_attention(
 def choose_implementation(implementation: str, backend: str) -> str:
     """The implementation used for a request of `implementation` on `backend`; logged once.
 
+    `auto` is `cpu` on CPU, `mosaic_tpu` on TPU, `mosaic_gpu` on NVIDIA GPUs from Hopper on. For any other
+    device there is no kernel: `cpu`, which is plain XLA, runs there, and the log warns.
+
     Raises:
       ValueError: there is none of that name.
     """
-    name = implementation
-    if name == "auto":
-        name = "cpu" if backend == "cpu" else "reference"
+    name = _best(backend) if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"paged attention implementation {implementation!r} does not exist;"
@@ -95,28 +114,20 @@ def choose_implementation(implementation: str, backend: str) -> str:
     return name
 
 
-def _check(
-    q: jax.Array,
-    pool: jax.Array,
-    page_table: jax.Array,
-    context_lens: jax.Array,
-    query_starts: jax.Array | None,
-    sliding_window: int | None,
-) -> None:
-    if q.ndim != 3 or pool.ndim != 6 or pool.shape[2] != 2:
-        raise ValueError(f"q is {q.shape} and pool {pool.shape}; they must be [T, H, D] and [L, P, 2, K, S, D]")
-    heads, dim, kv_heads = q.shape[1], q.shape[2], pool.shape[3]
-    if dim != pool.shape[5] or heads % kv_heads:
-        raise ValueError(
-            f"q has {heads} heads of {dim} and the pool {kv_heads} of {pool.shape[5]};"
-            " sizes must be equal and query heads a multiple of KV heads"
-        )
-    rows = context_lens.shape[0]
-    if page_table.ndim != 2 or page_table.shape[0] != rows:
-        raise ValueError(f"page_table is {page_table.shape} for {rows} context lengths; it must be [R, W]")
-    if query_starts is None and q.shape[0] != rows:
-        raise ValueError(f"q has {q.shape[0]} tokens for {rows} rows; without query_starts each row has one")
-    if query_starts is not None and query_starts.shape != (rows + 1,):
-        raise ValueError(f"query_starts is {query_starts.shape} for {rows} rows; it must be [R + 1]")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None for no window")
+def load_implementation(name: str) -> Callable[..., jax.Array]:
+    """The function of implementation `name`; imports its module."""
+    return getattr(importlib.import_module(IMPLEMENTATIONS[name]), f"paged_attention_{name}")
+
+
+def _best(backend: str) -> str:
+    if backend == "cpu":
+        return "cpu"
+    if backend == "tpu":
+        return "mosaic_tpu"
+    capability = str(getattr(jax.devices(backend)[0], "compute_capability", "none"))
+    if capability.split(".")[0].isdigit() and float(capability) >= 9.0:
+        return "mosaic_gpu"
+    _LOG.warning(
+        "paged attention: no kernel for backend %s, compute capability %s; using plain XLA", backend, capability
+    )
+    return "cpu"

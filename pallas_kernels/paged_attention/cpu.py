@@ -50,6 +50,37 @@ class _Softmax(NamedTuple):
         return self.out / jnp.where(self.total > 0, self.total, 1.0)[..., None]
 
 
+class _PageReader(NamedTuple):
+    """Whole pages of one layer, as float32."""
+
+    pool: jax.Array
+    scales: jax.Array | None
+    layer: jax.Array
+    dim: int
+
+    def read(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """K and V of pages `ids` int32[R, N], each float32[R, K, N * S, D]."""
+        num_layers, num_pages, parts, kv_heads, page_size, _ = self.pool.shape
+        shape = (ids.shape[0], kv_heads, ids.shape[1] * page_size, -1)
+        heads = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
+        pages = (self.layer * num_pages + ids)[:, None, :]
+
+        def take(array: jax.Array, part: int) -> jax.Array:
+            """One part of the pages of an array [L, P, parts, K, S, ...], whose dimensions P to K are joined first."""
+            flat = array.reshape(num_layers * num_pages * array.shape[2] * kv_heads, *array.shape[4:])
+            rows = pages * (array.shape[2] * kv_heads) + part * kv_heads + heads
+            return flat.at[rows].get(mode="promise_in_bounds").reshape(shape).astype(jnp.float32)
+
+        if parts == 1:
+            both = take(self.pool, 0)
+            keys, values = both[..., : self.dim], both[..., self.dim :]
+        else:
+            keys, values = (take(self.pool, part)[..., : self.dim] for part in (0, 1))
+        if self.scales is None:
+            return keys, values
+        return keys * take(self.scales, 0), values * take(self.scales, 1)
+
+
 def paged_attention_cpu(
     q: jax.Array,
     pool: jax.Array,
@@ -58,16 +89,19 @@ def paged_attention_cpu(
     context_lens: jax.Array,
     query_starts: jax.Array | None,
     *,
+    scales: jax.Array | None,
     scale: float,
     sliding_window: int | None,
     logit_softcap: float | None,
     sinks: jax.Array | None,
+    interpret: bool = False,
 ) -> jax.Array:
-    """See `pallas_kernels.paged_attention.api.paged_attention`."""
+    """See `pallas_kernels.paged_attention.api.paged_attention`; `interpret` means nothing here."""
+    pages = _PageReader(pool, scales, layer, q.shape[-1])
     finish = _score_function(scale, logit_softcap)
     if query_starts is None:
-        return _decode(q, pool, layer, page_table, context_lens, sliding_window, finish, sinks)
-    return _prefill(q, pool, layer, page_table, context_lens, query_starts, sliding_window, finish, sinks)
+        return _decode(q, pages, page_table, context_lens, sliding_window, finish, sinks)
+    return _prefill(q, pages, page_table, context_lens, query_starts, sliding_window, finish, sinks)
 
 
 def _score_function(scale: float, logit_softcap: float | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -82,8 +116,7 @@ def _score_function(scale: float, logit_softcap: float | None) -> Callable[[jax.
 
 def _decode(
     q: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array,
+    pages: _PageReader,
     page_table: jax.Array,
     context_lens: jax.Array,
     sliding_window: int | None,
@@ -92,7 +125,7 @@ def _decode(
 ) -> jax.Array:
     """All rows side by side: a step of the loop takes the next block of every row."""
     rows, heads, dim = q.shape
-    kv_heads, page_size = pool.shape[3], pool.shape[4]
+    kv_heads, page_size = pages.pool.shape[3:5]
     width = page_table.shape[1]
     block = max(1, min(width, DECODE_BLOCK_TOKENS // page_size))
     queries = q.astype(jnp.float32).reshape(rows, kv_heads, heads // kv_heads, dim)
@@ -107,7 +140,7 @@ def _decode(
         ids = jnp.where(index < end_page[:, None], ids, 0)  # a short row idles on one page, which stays in cache
         slots = (index[:, :, None] * page_size + jnp.arange(page_size)).reshape(rows, 1, 1, -1)
         seen = (slots <= positions[:, None, None, None]) & (slots >= first_seen[:, None, None, None])
-        keys, values = _pages(pool, layer, ids)
+        keys, values = pages.read(ids)
         scores = jnp.einsum("rkgd,rksd->rkgs", queries, keys, precision=jax.lax.Precision.HIGHEST)
         return carry.add(finish(scores, seen), jnp.where(seen.reshape(rows, 1, -1, 1), values, 0.0))
 
@@ -121,8 +154,7 @@ def _decode(
 
 def _prefill(
     q: jax.Array,
-    pool: jax.Array,
-    layer: jax.Array,
+    pages: _PageReader,
     page_table: jax.Array,
     context_lens: jax.Array,
     query_starts: jax.Array,
@@ -132,7 +164,7 @@ def _prefill(
 ) -> jax.Array:
     """One block of a row's queries after another; K and V are read once per block of queries."""
     tokens, heads, dim = q.shape
-    kv_heads, page_size = pool.shape[3], pool.shape[4]
+    kv_heads, page_size = pages.pool.shape[3:5]
     group = heads // kv_heads
     width = page_table.shape[1]
     block = max(1, min(width, PREFILL_BLOCK_TOKENS // page_size))
@@ -169,7 +201,7 @@ def _prefill(
             held = slots <= last
             if sliding_window is not None:
                 held &= slots > positions[0] - sliding_window
-            keys, values = (x[0] for x in _pages(pool, layer, ids))
+            keys, values = (x[0] for x in pages.read(ids))
             scores = jnp.einsum("kqd,ksd->kqs", mine, keys, precision=jax.lax.Precision.HIGHEST)
             scores = finish(scores.reshape(kv_heads, group, size, -1), seen).reshape(kv_heads, group * size, -1)
             return carry.add(scores, jnp.where(held[:, None], values, 0.0))
@@ -183,16 +215,3 @@ def _prefill(
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(valid, mixed.astype(q.dtype), old), begin, 0)
 
     return jax.lax.fori_loop(0, ends[-1], query_block, jnp.zeros_like(queries))[:tokens]
-
-
-def _pages(pool: jax.Array, layer: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """K and V of pages `ids` [R, N] as float32[R, K, N * S, D]."""
-    num_layers, num_pages, _, kv_heads, page_size, dim = pool.shape
-    flat = pool.reshape(num_layers * num_pages * 2 * kv_heads, page_size, dim)
-    heads = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-    keys = (layer * num_pages + ids)[:, None, :] * (2 * kv_heads) + heads
-    shape = (ids.shape[0], kv_heads, ids.shape[1] * page_size, dim)
-    return tuple(
-        flat.at[rows].get(mode="promise_in_bounds").reshape(shape).astype(jnp.float32)
-        for rows in (keys, keys + kv_heads)
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.pool import split_pages
 from pallas_kernels.paged_attention.rows import token_rows
 
 
@@ -16,20 +17,23 @@ def paged_attention_reference(
     context_lens: jax.Array,
     query_starts: jax.Array | None,
     *,
+    scales: jax.Array | None,
     scale: float,
     sliding_window: int | None,
     logit_softcap: float | None,
     sinks: jax.Array | None,
+    interpret: bool = False,
 ) -> jax.Array:
-    """See `pallas_kernels.paged_attention.api.paged_attention`."""
+    """See `pallas_kernels.paged_attention.api.paged_attention`; `interpret` means nothing here."""
     rows, positions = token_rows(q.shape[0], context_lens, query_starts)
-    pages = pool[layer]
 
     def attend_one(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         query, row, position = inputs
         heads, dim = query.shape
-        own = pages[page_table[row]].astype(jnp.float32)  # [W, 2, K, S, D]
-        keys, values = own[:, 0], own[:, 1]
+        keys, values = split_pages(pool[layer, page_table[row]].astype(jnp.float32), dim)  # [W, K, S, D]
+        if scales is not None:
+            own = scales[layer, page_table[row]][..., None]
+            keys, values = keys * own[:, 0], values * own[:, 1]
         kv_heads = keys.shape[1]
         keys = keys.transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)  # [K, W * S, D]
         values = values.transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)

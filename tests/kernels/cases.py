@@ -1,4 +1,4 @@
-"""Paged cases for kernels: a scrambled pool that holds NaN wherever nothing may be read, and a dense oracle."""
+"""Paged cases for kernels: a scrambled pool with poison wherever nothing may be read, and a dense oracle."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import ml_dtypes
 import numpy as np
 
 LAYERS, LAYER = 2, 1
+bfloat16 = ml_dtypes.bfloat16
+float8 = ml_dtypes.float8_e4m3fn
+QUANTISED = {"int8": np.int8, "float8_e4m3fn": float8}
 
 
 @dataclass
 class Case:
-    """Inputs of `paged_attention` and, per row, the keys, values and queries they came from."""
+    """Inputs of `paged_attention` and, per row, the queries and float64 keys and values they stand for."""
 
     q: np.ndarray
     pool: np.ndarray
+    scales: np.ndarray | None
     page_table: np.ndarray
     context_lens: np.ndarray
     query_starts: np.ndarray | None
@@ -33,6 +37,11 @@ class Case:
             starts,
         )
 
+    @property
+    def value_range(self):
+        """The largest magnitude among the values, which no output exceeds."""
+        return max((np.abs(values).max(initial=0.0) for _, _, values in self.rows), default=0.0)
+
 
 def make_case(
     contexts,
@@ -45,39 +54,100 @@ def make_case(
     width=None,
     padding=0,
     dtype=np.float32,
+    quantised=None,
     poison=np.nan,
+    poisoned="kv",
+    shared_pages=0,
+    spare_pages=3,
     seed=0,
 ):
-    """A case of one row per context length; 0 is a padding row.
+    """A case of one row per context length; 0 is a padding row. The pool's first and last page are in use.
 
     Args:
       queries: query tokens per row; None: decode.
       width: columns of the page table; as many as the longest row needs when None.
       padding: query tokens that belong to no row.
-      poison: fills every slot that holds no token, in used pages' tails, unused pages and other layers.
+      dtype: of queries, and of the pool unless it is quantised.
+      quantised: a name in `QUANTISED`; scales are drawn, so K and V are independent of each other.
+      poison: fills every slot that holds no token, in used pages' tails, unused pages and other layers;
+        in an int8 pool, which cannot hold it, the largest number stands there and the poison in the scales.
+      poisoned: "k", "v" or "kv", the parts that are poisoned; zeros in the other.
+      shared_pages: whole pages at each row's beginning that are the first row's, where both are as long.
+      spare_pages: pages no row has.
     """
     rng = np.random.default_rng(seed)
     needed = [-(-context // page_size) for context in contexts]
     width = max([*needed, 1]) if width is None else width
-    num_pages = 1 + sum(needed) + 3
-    ids = iter(1 + rng.permutation(num_pages - 1))
-    pool = np.full((LAYERS, num_pages, 2, kv_heads, page_size, dim), poison, dtype)
-    table = np.zeros((len(contexts), width), np.int32)
+    num_pages = sum(needed) + spare_pages
+    ids = _page_ids(rng, sum(needed), num_pages)
+    pool, scales = _poisoned_pool((LAYERS, num_pages, 2, kv_heads, page_size, dim), dtype, quantised, poison, poisoned)
+    # Beyond a row's pages the table may hold any valid id.
+    table = rng.integers(0, num_pages, (len(contexts), width)).astype(np.int32)
     rows = []
     for row, context in enumerate(contexts):
-        kv = rng.normal(size=(2, context, kv_heads, dim)).astype(dtype)
         count = min(1, context) if queries is None else queries[row]
-        rows.append((rng.normal(size=(count, heads, dim)).astype(dtype), *kv))
-        table[row, : needed[row]] = [next(ids) for _ in range(needed[row])]
+        table[row, : needed[row]] = [ids.pop() for _ in range(needed[row])]
+        kv = _stored(rng, (2, context, kv_heads, dim), pool.dtype)
+        kv_scales = rng.uniform(0.3, 1.5, (2, context, kv_heads)) / _largest(pool.dtype)
+        kv_scales = kv_scales.astype(np.float32)
+        full = min(shared_pages, context // page_size, contexts[0] // page_size)
+        table[row, :full] = table[0, :full]
         for token in range(context):
-            pool[LAYER, table[row, token // page_size], :, :, token % page_size] = kv[:, token]
+            place = (LAYER, table[row, token // page_size], slice(None), slice(None), token % page_size)
+            if row and token < full * page_size:
+                kv[:, token] = pool[place]
+                kv_scales[:, token] = 1.0 if scales is None else scales[place]
+            pool[place] = kv[:, token]
+            if scales is not None:
+                scales[place] = kv_scales[:, token]
+        exact = kv.astype(np.float64)
+        if scales is not None:
+            exact *= kv_scales[..., None].astype(np.float64)
+        rows.append((rng.normal(size=(count, heads, dim)).astype(dtype), *exact))
     if queries is None:
         q = np.stack([row[0][0] if len(row[0]) else np.full((heads, dim), poison, dtype) for row in rows])
         starts = None
     else:
         q = np.concatenate([*(row[0] for row in rows), np.full((padding, heads, dim), poison, dtype)])
         starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-    return Case(q, pool, table, np.asarray(contexts, np.int32), starts, rows)
+    return Case(q, pool, scales, table, np.asarray(contexts, np.int32), starts, rows)
+
+
+def _page_ids(rng, used, num_pages):
+    """A shuffled list of `used` ids, the pool's first and last page among them where there are two."""
+    if used < 2:
+        return list(rng.permutation(num_pages)[:used])
+    inner = 1 + rng.permutation(num_pages - 2)[: used - 2]
+    return list(rng.permutation([0, *inner, num_pages - 1]))
+
+
+def _poisoned_pool(shape, dtype, quantised, poison, poisoned):
+    """A pool without tokens, and its scales or None."""
+    parts = ["kv".index(part) for part in poisoned]
+    pool = np.zeros(shape, QUANTISED.get(quantised, dtype))
+    if quantised == "int8":
+        pool[:, :, parts] = 127
+    elif quantised:
+        pool[:, :, parts] = np.nan  # there is no infinity
+    else:
+        pool[:, :, parts] = poison
+    if not quantised:
+        return pool, None
+    scales = np.zeros(shape[:5], np.float32)
+    scales[:, :, parts] = poison
+    return pool, scales
+
+
+def _stored(rng, shape, dtype):
+    """Random numbers as a pool of `dtype` holds them."""
+    if dtype == np.int8:
+        return rng.integers(-127, 128, shape).astype(np.int8)
+    return (rng.normal(size=shape) * (60.0 if dtype == float8 else 1.0)).astype(dtype)
+
+
+def _largest(dtype):
+    """About the size that a drawn scale brings to 1."""
+    return {np.dtype(np.int8): 64.0, np.dtype(float8): 60.0}.get(np.dtype(dtype), 1.0)
 
 
 def dense(case, *, scale=None, sliding_window=None, logit_softcap=None, sinks=None):
@@ -85,7 +155,7 @@ def dense(case, *, scale=None, sliding_window=None, logit_softcap=None, sinks=No
     out = np.zeros(case.q.shape)
     at = 0
     for q, keys, values in case.rows:
-        q, keys, values = (x.astype(np.float64) for x in (q, keys, values))
+        q = q.astype(np.float64)
         context, kv_heads, dim = keys.shape
         for index in range(len(q)):
             position = context - len(q) + index
@@ -102,6 +172,3 @@ def dense(case, *, scale=None, sliding_window=None, logit_softcap=None, sinks=No
                 out[at + index, head] = weights @ values[first : position + 1, kv_head] / total
         at += max(len(q), 1) if case.query_starts is None else len(q)
     return out
-
-
-bfloat16 = ml_dtypes.bfloat16

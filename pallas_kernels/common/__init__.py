@@ -1,0 +1,1 @@
+"""What the kernels share: the KV pool's rules."""
