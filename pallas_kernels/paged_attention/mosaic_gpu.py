@@ -72,15 +72,15 @@ def paged_attention_mosaic_gpu(
     scoring = Scoring(float(scale), sliding_window, logit_softcap, 0 if query_starts is None else group)
     where = _Where(pool, jnp.reshape(layer, (1,)).astype(jnp.int32), page_table.astype(jnp.int32), scales)
     if query_starts is None:
-        rows = _tile_rows(group, dim, prefill=False)
+        rows = _tile_rows(group, pool, prefill=False)
         bounds = layouts.decode_bounds(context_lens, sliding_window)
-        tiles = Tiles(_query_parts(_padded(q.reshape(-1, dim), rows)), group, bounds)
         kept = next(kept for kept in ROWS_KEPT if kept >= group)
+        tiles = Tiles(_query_parts(_rows_by_tile(q, kv_heads, kept, rows)), bounds)
         out = _run_mma(tiles, where, sinks, scoring, rows, kept, q.dtype, interpret)
         return out.reshape(-1, kept, dim)[:, :group].reshape(q.shape)
 
     wgmma = q.dtype == pool.dtype == jnp.bfloat16 and dim in WGMMA_HEAD_DIMS and (interpret or on_hopper())
-    rows = TILE_ROWS if wgmma else _tile_rows(group, dim, prefill=True)
+    rows = TILE_ROWS if wgmma else _tile_rows(group, pool, prefill=True)
     tile_map = layouts.prefill_tiles(q.shape[0], context_lens, query_starts, rows // group, sliding_window)
     by_tile = layouts.gather_tiles(q, tile_map.tokens, kv_heads, rows)
     if wgmma:
@@ -89,7 +89,7 @@ def paged_attention_mosaic_gpu(
         sinks_by_row = None if sinks is None else _sinks_by_row(sinks, kv_heads, rows)
         out = wgmma_attention(by_tile, tile_map.bounds, pool, where.layer, where.page_table, sinks_by_row, config)
     else:
-        tiles = Tiles(_query_parts(by_tile.reshape(-1, dim)), rows, tile_map.bounds)
+        tiles = Tiles(_query_parts(by_tile.reshape(-1, dim)), tile_map.bounds)
         out = _run_mma(tiles, where, sinks, scoring, rows, rows, q.dtype, interpret)
     return layouts.scatter_tiles(out.reshape(-1, kv_heads, rows, dim), tile_map, q.shape[1])
 
@@ -167,19 +167,27 @@ def _listed(values: tuple[object, ...]) -> str:
     return ", ".join(map(str, values))
 
 
-def _tile_rows(group: int, dim: int, prefill: bool) -> int:
-    """Query rows of a tile: the fewest that hold a group, as the matrix instruction allows; 64 in prefill.
+def _tile_rows(group: int, pool: jax.Array, prefill: bool) -> int:
+    """Query rows of a tile of the mma kernel: the fewest that hold a group; in prefill what registers allow.
 
     With 16 rows four warps share the columns of the output, so D must be a multiple of 32; else 32 rows.
     """
-    if prefill or group > 32:
-        return 64
-    return 16 if group <= 16 and dim % 32 == 0 else 32
+    dim, wanted = pool.shape[5], group
+    if prefill:
+        wanted = max(group, 64 if pool.dtype == jnp.bfloat16 else 32)
+        if dim > 128 or pool.dtype == jnp.float32:
+            wanted = group
+    return next(rows for rows in (16, 32, 64) if rows >= wanted and (rows > 16 or dim % 32 == 0))
 
 
-def _padded(q_rows: jax.Array, rows: int) -> jax.Array:
-    """Query rows, at least a tile of them. TMA gives zeros for what the last tile reads beyond the end."""
-    return jnp.pad(q_rows, ((0, max(0, rows - q_rows.shape[0])), (0, 0)))
+def _rows_by_tile(q: jax.Array, kv_heads: int, kept: int, rows: int) -> jax.Array:
+    """Queries of decode as [R * K * kept, D], a group to `kept` rows; no copy where a group has as many.
+
+    At least `rows` rows. TMA gives zeros for what the last tile reads beyond the end.
+    """
+    by_tile = q.reshape(q.shape[0], kv_heads, -1, q.shape[2])
+    by_tile = jnp.pad(by_tile, ((0, 0), (0, 0), (0, kept - by_tile.shape[2]), (0, 0))).reshape(-1, q.shape[2])
+    return jnp.pad(by_tile, ((0, max(0, rows - by_tile.shape[0])), (0, 0)))
 
 
 def _query_parts(q_rows: jax.Array) -> jax.Array:

@@ -117,10 +117,18 @@ def num_copies(page_size: int, block: int) -> int:
     return max(1, block // page_size)
 
 
-def swizzled(minor: int) -> tuple[Any, ...]:
-    """The shared-memory layout of bfloat16 that TMA writes and matrix loads read without bank conflicts."""
-    swizzle = next(s for s in (128, 64, 32) if 2 * minor % s == 0)
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+def swizzled(minor: int, dtype: Any = jnp.bfloat16, aligned_rows: int = 8) -> tuple[Any, ...]:
+    """The shared-memory layout that TMA copies and matrix loads use without bank conflicts.
+
+    Args:
+      minor: length of the last dimension.
+      dtype: of the buffer.
+      aligned_rows: what the first row of every copy in global memory is a multiple of; a tile has no more rows.
+    """
+    size = jnp.dtype(dtype).itemsize
+    # Accumulators in float32 are stored without conflicts in the narrowest swizzle only.
+    swizzle = 32 if dtype == jnp.float32 else next(s for s in (128, 64, 32) if size * minor % s == 0)
+    return plgpu.TilingTransform((min(8, aligned_rows), swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
 def interpreter(interpret: bool) -> Any:

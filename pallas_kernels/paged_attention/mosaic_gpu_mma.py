@@ -10,6 +10,7 @@ ring of `stages` buffers, and keeps a running maximum, sum and output in registe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from pallas_kernels.paged_attention.mosaic_gpu_tuning import REDUCTION_BYTES
 
 
 ROWS_KEPT = (4, 8, 16, 32, 64)
-"""Rows that a tile may write: for 1, 2, 3, 5 or 6, layout inference of jax 0.12 does not end."""
+"""Rows that a tile may have in global memory: copies of tiled shared memory must begin at a multiple of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class MmaConfig:
 
     Attributes:
       rows: M, query rows a tile holds in registers: 16, 32 or 64.
-      rows_kept: rows of a tile that are written, M or a number in `ROWS_KEPT`.
+      rows_kept: rows of a tile in global memory, one of `ROWS_KEPT`; the rest, up to M, belong to other tiles.
       block: tokens of K and V per step.
       stages: buffers in the ring.
       splits: blocks that share a tile's tokens; more than one: partial results.
@@ -63,14 +64,12 @@ class Tiles(NamedTuple):
     """Query tiles and which tokens they see.
 
     Attributes:
-      q: bfloat16[parts, X, D], all query rows in parts that add up; tile n of KV head h begins at row (n * K + h) * stride.
-      stride: query rows from one tile to the next.
+      q: bfloat16[parts, X, D], all query rows in parts that add up; tile n of KV head h begins at row (n * K + h) * rows_kept.
       bounds: int32[N, 4]: table row, first and end of the tokens that any query of the tile sees,
         position of the first query.
     """
 
     q: jax.Array
-    stride: int
     bounds: jax.Array
 
 
@@ -118,7 +117,7 @@ def mma_attention(
         sinks_ref = extra.pop(0) if sinks is not None else None
         out_ref, lse_ref = (*outputs, None)[:2]
         refs_ = _Refs(*operands[:5], scales_ref, sinks_ref, out_ref, lse_ref, *scratch)
-        _Block(config, tiles.stride, refs_).run()
+        _Block(config, refs_).run()
 
     outs = plgpu.kernel(
         body,
@@ -141,13 +140,13 @@ def _scratch(config: MmaConfig, pool: jax.Array, q_parts: int, out_dtype: Any, s
     parts = (num_parts(pool.dtype), config.block, dim)
     p_parts = max(q_parts, 1 + scaled)  # The scales of V are folded into P and would be rounded with it.
     return [
-        plgpu.SMEM((q_parts, config.rows, dim), jnp.bfloat16),
+        plgpu.SMEM((q_parts, config.rows, dim), jnp.bfloat16, transforms=swizzled(dim, aligned_rows=config.rows_kept)),
         kv,
         kv,
         plgpu.SMEM(parts, jnp.bfloat16, transforms=swizzled(dim)) if staged else None,
         plgpu.SMEM((config.stages, 2, config.block), jnp.float32) if scaled else None,
         plgpu.SMEM((p_parts, config.rows, config.block), jnp.bfloat16, transforms=swizzled(config.block)),
-        plgpu.SMEM((config.rows, dim), out_dtype),
+        plgpu.SMEM((config.rows, dim), out_dtype, transforms=swizzled(dim, out_dtype, config.rows_kept)),
         plgpu.SMEM((config.rows,), jnp.float32),
         plgpu.Barrier(num_arrivals=q_parts),
         plgpu.Barrier(num_arrivals=copies + scaled, num_barriers=config.stages),
@@ -205,13 +204,13 @@ class _Softmax(NamedTuple):
 class _Block:
     """The body of one block: methods run while the kernel is traced."""
 
-    def __init__(self, config: MmaConfig, stride: int, refs: _Refs) -> None:
+    def __init__(self, config: MmaConfig, refs: _Refs) -> None:
         self.config, self.refs = config, refs
         self.split, head, number = (jax.lax.axis_index(name) for name in ("split", "kv_head", "tile"))
         self.tile = Tile.read(refs.layer, refs.bounds, number, head)
         self.kv_heads, _, self.dim = refs.pool.shape[3:]
         self.tile_head = number * self.kv_heads + head
-        self.q_start = self.tile_head * stride
+        self.q_start = self.tile_head * config.rows_kept
         m_warps = config.rows // 16
         self.lhs = plgpu.Layout.MMA_LHS(jnp.bfloat16, m_warps=m_warps)
         self.rhs = plgpu.Layout.MMA_RHS(jnp.bfloat16, m_warps=m_warps)
@@ -284,8 +283,9 @@ class _Block:
         refs, config = self.refs, self.config
         shape = (config.rows, config.block)
         plgpu.barrier_wait(refs.k_barriers.at[slot])
-        keys = [plgpu.load(part.T, layout=self.rhs) for part in self._parts(refs.k_smem.at[slot])]
-        scores = self._dot(plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.acc), q, keys)
+        keys = self._parts(refs.k_smem.at[slot])
+        scores = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.acc)
+        scores = self._dot(scores, q, len(keys), lambda part: plgpu.load(keys[part].T, layout=self.rhs))
         scores = jnp.where(
             self.tile.sees(token, shape, 0, config.scoring, self.acc), self._logits(scores, slot), UNSEEN
         )
@@ -300,11 +300,15 @@ class _Block:
         for index, part in enumerate(bfloat16_parts(weights, refs.p_smem.shape[0])):
             refs.p_smem[index] = part
         plgpu.barrier_wait(refs.v_barriers.at[slot])
-        values = [plgpu.load(part, layout=self.rhs) for part in self._parts(refs.v_smem.at[slot])]
-        live = self.tile.holds(token, values[0].shape, 0, self.rhs)
-        values = [jnp.where(live, part, jnp.zeros((), part.dtype)) for part in values]
+        values = self._parts(refs.v_smem.at[slot])
+
+        def live_values(part: int) -> jax.Array:
+            stored = plgpu.load(values[part], layout=self.rhs)
+            live = self.tile.holds(token, stored.shape, 0, self.rhs)
+            return jnp.where(live, stored, jnp.zeros((), stored.dtype))
+
         out = state.out * across(keep, state.out.shape, self.acc)
-        return _Softmax(top, total, self._dot(out, self._lhs_parts(refs.p_smem), values))
+        return _Softmax(top, total, self._dot(out, self._lhs_parts(refs.p_smem), len(values), live_values))
 
     def _per_row(self, x: jax.Array) -> jax.Array:
         return plgpu.layout_cast(x, self.acc.reduce(1))
@@ -321,20 +325,27 @@ class _Block:
         if stored.dtype == jnp.bfloat16:
             return [stored]
         parts = self.refs.parts_smem
-        numbers = stored[...].astype(jnp.float32)
-        for index, part in enumerate(bfloat16_parts(numbers, parts.shape[0])):
-            parts[index] = part
+        # By columns, because all of a wide block at once would not fit into registers.
+        columns = self.dim if self.dim % 64 else 32 if parts.shape[0] > 1 else 64
+        for start in range(0, self.dim, columns):
+            some = pl.ds(start, columns)
+            for index, part in enumerate(bfloat16_parts(stored[:, some].astype(jnp.float32), parts.shape[0])):
+                parts[index, :, some] = part
         return [parts.at[index] for index in range(parts.shape[0])]
 
     def _lhs_parts(self, smem: Any) -> list[jax.Array]:
         return [plgpu.load(smem.at[index], layout=self.lhs) for index in range(smem.shape[0])]
 
-    def _dot(self, acc: jax.Array, a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
-        """acc + sum(a) @ sum(b), smallest products first; those below 2**-24 of the largest are left out."""
+    def _dot(self, acc: jax.Array, a: list[jax.Array], num_b: int, load_b: Callable[[int], jax.Array]) -> jax.Array:
+        """acc + sum(a) @ sum(b), one part of b in registers at a time.
+
+        Products of parts whose numbers add up to more than 2, below 2**-24 of the largest, are left out.
+        """
         product = _interpreted_mma if self.config.interpret else plgpu.mma
-        pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j <= 2]
-        for i, j in sorted(pairs, key=sum, reverse=True):
-            acc = product(acc, a[i], b[j])
+        for j in reversed(range(num_b)):
+            b = load_b(j)
+            for i in reversed(range(min(len(a), 3 - j))):
+                acc = product(acc, a[i], b)
         return acc
 
     def _write(self, state: _Softmax) -> None:
