@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 from collections.abc import Sequence
 
@@ -13,6 +15,8 @@ from jaxserve.server.json_body import error_response
 
 PROBES = frozenset(("/health", "/ready", "/version", "/metrics"))
 """Paths that probes and scrapers reach without a key, unless they are guarded too."""
+DISCARD_BYTES, DISCARD_S = 1 << 16, 1.0
+"""Most of a refused request's body that is taken in, and how long that may last."""
 _TENANT = "jaxserve.tenant"
 
 
@@ -88,8 +92,24 @@ class ApiKeyGuard:
                 tenant = self._keys.tenant_of(None if header is None else header.decode("latin-1"))
             except ApiError as error:
                 response = error_response(error)
-                response.headers["Connection"] = "close"  # the body is never read
+                if not await _discard_body(receive):
+                    response.headers["Connection"] = "close"  # the rest of the body is never read
                 await response(scope, receive, send)
                 return
             scope = {**scope, _TENANT: tenant}
         await self._app(scope, receive, send)
+
+
+async def _discard_body(receive: Receive) -> bool:
+    """Takes in a body unless it is long or slow; False when some is left.
+
+    A connection that is closed while its body arrives is reset, and the client may never see the answer.
+    """
+    size, more = 0, True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            while more and size <= DISCARD_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                more = message.get("more_body", False)
+    return not more

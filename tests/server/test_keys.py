@@ -1,8 +1,10 @@
 """Several keys and their tenants, TLS, CORS."""
 
 import shutil
+import socket
 import ssl
 import subprocess
+import time
 
 import grpc
 import httpx
@@ -81,6 +83,24 @@ def test_another_tenant_than_the_keys_is_forbidden_on_both_fronts(keyed_server):
 @pytest.mark.parametrize("key", ["a-ke", "a-key2", "alice:a-key", "alice", "a-key b-key"])
 def test_what_is_no_key_is_refused(keyed_server, key):
     error_of(post(keyed_server, key), 401)
+
+
+@pytest.mark.parametrize("size", [30, 10_000_000])
+def test_a_refusal_arrives_whole_although_its_body_comes_late(keyed_server, size):
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", keyed_server.port)) as connection:
+        connection.settimeout(10)
+        connection.sendall(head.encode())
+        time.sleep(0.05)
+        if size < 1000:
+            connection.sendall(b"x" * size)  # of a long body nothing more is waited for
+        answer = b""
+        while b'"code":"invalid_api_key"}}' not in answer:
+            piece = connection.recv(4096)
+            assert piece, f"closed after {answer!r}"
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 401")
+    assert (b"connection: close" in answer) == (size > 1000)
 
 
 def test_every_key_is_compared_whichever_matches(monkeypatch):

@@ -74,7 +74,7 @@ def start():
 @contextlib.contextmanager
 def open_streams(server, count):
     """`count` streams that have begun; yields the list their whole texts go to."""
-    texts, begun = [], []
+    texts, begun = [], set()
 
     def read():
         body = {"prompt": "a", "max_tokens": 60, "stream": True, "ignore_eos": True}
@@ -83,7 +83,7 @@ def open_streams(server, count):
             for piece in response.iter_text():
                 text += piece
                 if piece and text.count("data: ") >= 2:
-                    begun.append(None)
+                    begun.add(threading.get_ident())
             texts.append(text)
 
     def read_until_closed():
