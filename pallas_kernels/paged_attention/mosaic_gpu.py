@@ -67,7 +67,7 @@ def paged_attention_mosaic_gpu(
       NotImplementedError: a head dimension, page size, dtype or group size that these kernels do not have.
     """
     _check(q, pool)
-    kv_heads, page_size, dim = pool.shape[3:]
+    kv_heads, dim = pool.shape[3], pool.shape[5]
     group = q.shape[1] // kv_heads
     scoring = Scoring(float(scale), sliding_window, logit_softcap, 0 if query_starts is None else group)
     where = _Where(pool, jnp.reshape(layer, (1,)).astype(jnp.int32), page_table.astype(jnp.int32), scales)

@@ -32,7 +32,6 @@ from pallas_kernels.paged_attention.mosaic_gpu_common import (
 )
 from pallas_kernels.paged_attention.mosaic_gpu_tuning import REDUCTION_BYTES
 
-
 ROWS_KEPT = (4, 8, 16, 32, 64)
 """Rows that a tile may have in global memory: copies of tiled shared memory must begin at a multiple of a tile."""
 
@@ -64,7 +63,8 @@ class Tiles(NamedTuple):
     """Query tiles and which tokens they see.
 
     Attributes:
-      q: bfloat16[parts, X, D], all query rows in parts that add up; tile n of KV head h begins at row (n * K + h) * rows_kept.
+      q: bfloat16[parts, X, D], all query rows in parts that add up; tile n of KV head h begins at row
+        (n * K + h) * rows_kept.
       bounds: int32[N, 4]: table row, first and end of the tokens that any query of the tile sees,
         position of the first query.
     """
@@ -226,7 +226,7 @@ class _Block:
         for ahead in range(config.stages - 1):
             pl.when(begin + ahead < end)(lambda ahead=ahead: self._copy_block(begin + ahead, ahead))
         plgpu.barrier_wait(refs.q_barrier)
-        q = self._lhs_parts(refs.q_smem)
+        load_q = self._queries()
 
         def step(index: jax.Array, state: _Softmax) -> _Softmax:
             slot = jax.lax.rem(index - begin, config.stages)
@@ -238,7 +238,7 @@ class _Block:
                 plgpu.commit_smem()
                 self._copy_block(ahead, jax.lax.rem(ahead - begin, config.stages))
 
-            return self._attend(q, index * config.block, slot, state)
+            return self._attend(load_q, index * config.block, slot, state)
 
         self._write(jax.lax.fori_loop(begin, end, step, self._start()))
 
@@ -278,14 +278,18 @@ class _Block:
         sinks = self.refs.sinks.at[self.split, self.tile.head]
         return plgpu.load(sinks, layout=self.acc.reduce(1), optimized=False)
 
-    def _attend(self, q: list[jax.Array], token: jax.Array, slot: jax.Array, state: _Softmax) -> _Softmax:
+    def _attend(
+        self, load_q: Callable[[int], jax.Array], token: jax.Array, slot: jax.Array, state: _Softmax
+    ) -> _Softmax:
         """Takes in the K/V block in `slot`, whose first token is `token`."""
         refs, config = self.refs, self.config
         shape = (config.rows, config.block)
         plgpu.barrier_wait(refs.k_barriers.at[slot])
         keys = self._parts(refs.k_smem.at[slot])
         scores = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), self.acc)
-        scores = self._dot(scores, q, len(keys), lambda part: plgpu.load(keys[part].T, layout=self.rhs))
+        scores = self._dot(
+            scores, refs.q_smem.shape[0], load_q, len(keys), lambda part: plgpu.load(keys[part].T, layout=self.rhs)
+        )
         scores = jnp.where(
             self.tile.sees(token, shape, 0, config.scoring, self.acc), self._logits(scores, slot), UNSEEN
         )
@@ -308,7 +312,9 @@ class _Block:
             return jnp.where(live, stored, jnp.zeros((), stored.dtype))
 
         out = state.out * across(keep, state.out.shape, self.acc)
-        return _Softmax(top, total, self._dot(out, self._lhs_parts(refs.p_smem), len(values), live_values))
+        return _Softmax(
+            top, total, self._dot(out, refs.p_smem.shape[0], self._lhs(refs.p_smem), len(values), live_values)
+        )
 
     def _per_row(self, x: jax.Array) -> jax.Array:
         return plgpu.layout_cast(x, self.acc.reduce(1))
@@ -326,26 +332,43 @@ class _Block:
             return [stored]
         parts = self.refs.parts_smem
         # By columns, because all of a wide block at once would not fit into registers.
-        columns = self.dim if self.dim % 64 else 32 if parts.shape[0] > 1 else 64
-        for start in range(0, self.dim, columns):
-            some = pl.ds(start, columns)
-            for index, part in enumerate(bfloat16_parts(stored[:, some].astype(jnp.float32), parts.shape[0])):
-                parts[index, :, some] = part
+        width = self.dim if self.dim % 64 else 64
+        for column in range(0, self.dim, width):
+            columns = pl.ds(column, width)
+            piece = stored[:, columns].astype(jnp.float32)
+            for index, part in enumerate(bfloat16_parts(piece, parts.shape[0])):
+                parts[index, :, columns] = part
         return [parts.at[index] for index in range(parts.shape[0])]
 
-    def _lhs_parts(self, smem: Any) -> list[jax.Array]:
-        return [plgpu.load(smem.at[index], layout=self.lhs) for index in range(smem.shape[0])]
+    def _lhs(self, smem: Any) -> Callable[[int], jax.Array]:
+        """Loads a part of `smem` [parts, M, N] as left operand."""
+        return lambda part: plgpu.load(smem.at[part], layout=self.lhs)
 
-    def _dot(self, acc: jax.Array, a: list[jax.Array], num_b: int, load_b: Callable[[int], jax.Array]) -> jax.Array:
-        """acc + sum(a) @ sum(b), one part of b in registers at a time.
+    def _queries(self) -> Callable[[int], jax.Array]:
+        """A part of the queries: one stays in registers, several would fill them and are loaded for each use."""
+        load = self._lhs(self.refs.q_smem)
+        if self.refs.q_smem.shape[0] > 1:
+            return load
+        only = load(0)
+        return lambda _: only
+
+    def _dot(
+        self,
+        acc: jax.Array,
+        num_a: int,
+        load_a: Callable[[int], jax.Array],
+        num_b: int,
+        load_b: Callable[[int], jax.Array],
+    ) -> jax.Array:
+        """acc + sum(a) @ sum(b), with one part of each in registers at a time.
 
         Products of parts whose numbers add up to more than 2, below 2**-24 of the largest, are left out.
         """
         product = _interpreted_mma if self.config.interpret else plgpu.mma
         for j in reversed(range(num_b)):
             b = load_b(j)
-            for i in reversed(range(min(len(a), 3 - j))):
-                acc = product(acc, a[i], b)
+            for i in reversed(range(min(num_a, 3 - j))):
+                acc = product(acc, load_a(i), b)
         return acc
 
     def _write(self, state: _Softmax) -> None:
