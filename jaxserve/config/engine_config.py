@@ -13,7 +13,7 @@ from jaxserve.config.policy_config import POLICY_FIELDS, SWAPPING_PREEMPTIONS, P
 
 DTYPES = ("float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto",)
-ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu")
+ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "mosaic_gpu", "mosaic_tpu")
 MAX_PAGE_SIZE = 256
 
 

@@ -55,6 +55,7 @@ class TableBuilder:
 
     def __init__(self, config: SchedulerConfig, buckets: BucketTable) -> None:
         self._page_size = config.page_size
+        self._num_pages = config.num_pages
         self._scratch_slot = config.max_num_seqs
         self._buckets = buckets
         self._layouts: dict[Bucket, TableLayout] = {}
@@ -130,6 +131,8 @@ class TableBuilder:
             self._place(placement.slot, request_of(placement.request_id))
         grown = []
         for slot, first, page_ids in plan.pages:
+            # Kernels do not check ids: one out of range would read or write some other memory.
+            assert min(page_ids) > 0 and max(page_ids) < self._num_pages, (slot, first, page_ids, self._num_pages)
             if len(page_ids) == 1:
                 grown.append((slot, first, page_ids[0]))
             else:

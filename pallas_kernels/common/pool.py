@@ -1,4 +1,11 @@
-"""The KV pool `[L, P, 2, K, S, D]` and its scales `[L, P, 2, K, S]`: what shapes and dtypes they may have."""
+"""The KV pool and its scales `[L, P, 2, K, S]`: what shapes and dtypes they may have.
+
+A pool has one of three forms, the last two for TPUs, which keep arrays in rows of 128 numbers, and a head
+dimension D that is no multiple of that:
+- plain: [L, P, 2, K, S, D];
+- padded: [L, P, 2, K, S, E], E the next multiple of 128; zeros beyond D;
+- packed: [L, P, 1, K, S, 2 * D], keys, then values, in the last dimension.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,27 @@ import numpy as np
 
 QUANTISED_DTYPES = ("int8", "float8_e4m3fn")
 """Pool dtypes that come with scales."""
+
+
+def check_pool_form(shape: tuple[int, ...], dim: int) -> None:
+    """Refuses a pool of `shape` that is none of the three forms for head dimension `dim`.
+
+    Raises:
+      ValueError: see above.
+    """
+    forms = ((2, dim), (2, -(-dim // 128) * 128), (1, 2 * dim))
+    if len(shape) != 6 or (shape[2], shape[5]) not in forms:
+        raise ValueError(
+            f"pool is {tuple(shape)} for heads of {dim}; it must be [L, P, 2, K, S, D], [L, P, 2, K, S, D rounded"
+            " up to 128] or [L, P, 1, K, S, 2 * D]"
+        )
+
+
+def split_pages(pages: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    """K and V [..., K, S, D] of pages [..., 2 or 1, K, S, E] of any form."""
+    if pages.shape[-4] == 1:
+        return pages[..., 0, :, :, :dim], pages[..., 0, :, :, dim:]
+    return pages[..., 0, :, :, :dim], pages[..., 1, :, :, :dim]
 
 
 def check_scales(pool: jax.Array, scales: jax.Array | None) -> None:
@@ -24,15 +52,20 @@ def check_scales(pool: jax.Array, scales: jax.Array | None) -> None:
             f"pool is {pool.dtype} {'with' if scales is not None else 'without'} scales;"
             f" {' and '.join(QUANTISED_DTYPES)} pools have scales, others none"
         )
-    if scales is not None and (scales.shape != pool.shape[:5] or scales.dtype != jnp.float32):
+    if scales is not None and (scales.shape != scales_shape(pool.shape) or scales.dtype != jnp.float32):
         raise ValueError(
             f"scales is {scales.dtype}{list(scales.shape)} for a pool {list(pool.shape)};"
             " it must be float32[L, P, 2, K, S]"
         )
 
 
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[L, P, 2, K, S] for a pool of `shape`, of any form."""
+    return (*shape[:2], 2, *shape[3:5])
+
+
 def check_pool_rows(shape: tuple[int, ...]) -> None:
-    """Refuses a pool `[L, P, 2, K, S, D]` whose vectors of D an int32 cannot number; its elements may be more.
+    """Refuses a pool whose vectors (all dimensions but the last) an int32 cannot number; its elements may be more.
 
     Raises:
       ValueError: there are 2**31 vectors or more.

@@ -49,7 +49,8 @@ def paged_attention(
 
     Args:
       q: [T, H, D], query tokens.
-      pool: [L, P, 2, K, S, D], keys (0) and values (1); the tokens of this step are in it.
+      pool: [L, P, 2, K, S, D], keys (0) and values (1); the tokens of this step are in it. Or one of the two
+        other forms of `pallas_kernels.common.pool`, which `mosaic_gpu` lacks.
       layer: which layer's pages.
       page_table: int32[R, W], page ids of each row; what lies beyond its context is any valid id. Ids are
         not checked here; `check_page_table` does on the host.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.common.pool import check_pool_rows, check_scales
+from pallas_kernels.common.pool import check_pool_form, check_pool_rows, check_scales
 
 
 def check_arguments(
@@ -22,14 +22,12 @@ def check_arguments(
     Raises:
       ValueError: what does not fit, with the shapes seen.
     """
-    if q.ndim != 3 or pool.ndim != 6 or pool.shape[2] != 2:
+    if q.ndim != 3 or pool.ndim != 6:
         raise ValueError(f"q is {q.shape} and pool {pool.shape}; they must be [T, H, D] and [L, P, 2, K, S, D]")
     heads, dim, kv_heads = q.shape[1], q.shape[2], pool.shape[3]
-    if dim != pool.shape[5] or heads % kv_heads:
-        raise ValueError(
-            f"q has {heads} heads of {dim} and the pool {kv_heads} of {pool.shape[5]};"
-            " sizes must be equal and query heads a multiple of KV heads"
-        )
+    check_pool_form(pool.shape, dim)
+    if heads % kv_heads:
+        raise ValueError(f"q has {heads} heads and the pool {kv_heads}; query heads must be a multiple of KV heads")
     check_pool_rows(pool.shape)
     check_scales(pool, scales)
     rows = context_lens.shape[0]

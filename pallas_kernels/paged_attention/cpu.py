@@ -56,24 +56,29 @@ class _PageReader(NamedTuple):
     pool: jax.Array
     scales: jax.Array | None
     layer: jax.Array
+    dim: int
 
     def read(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         """K and V of pages `ids` int32[R, N], each float32[R, K, N * S, D]."""
-        num_layers, num_pages, _, kv_heads, page_size, dim = self.pool.shape
-        num_rows = num_layers * num_pages * 2 * kv_heads
+        num_layers, num_pages, parts, kv_heads, page_size, _ = self.pool.shape
+        shape = (ids.shape[0], kv_heads, ids.shape[1] * page_size, -1)
         heads = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
-        keys = (self.layer * num_pages + ids)[:, None, :] * (2 * kv_heads) + heads
-        shape = (ids.shape[0], kv_heads, ids.shape[1] * page_size, dim)
+        pages = (self.layer * num_pages + ids)[:, None, :]
 
-        def part(rows: jax.Array) -> jax.Array:
-            flat = self.pool.reshape(num_rows, page_size, dim)
-            stored = flat.at[rows].get(mode="promise_in_bounds").reshape(shape).astype(jnp.float32)
-            if self.scales is None:
-                return stored
-            scales = self.scales.reshape(num_rows, page_size).at[rows].get(mode="promise_in_bounds")
-            return stored * scales.reshape(*shape[:3], 1)
+        def take(array: jax.Array, part: int) -> jax.Array:
+            """One part of the pages of an array [L, P, parts, K, S, ...], whose dimensions P to K are joined first."""
+            flat = array.reshape(num_layers * num_pages * array.shape[2] * kv_heads, *array.shape[4:])
+            rows = pages * (array.shape[2] * kv_heads) + part * kv_heads + heads
+            return flat.at[rows].get(mode="promise_in_bounds").reshape(shape).astype(jnp.float32)
 
-        return part(keys), part(keys + kv_heads)
+        if parts == 1:
+            both = take(self.pool, 0)
+            keys, values = both[..., : self.dim], both[..., self.dim :]
+        else:
+            keys, values = (take(self.pool, part)[..., : self.dim] for part in (0, 1))
+        if self.scales is None:
+            return keys, values
+        return keys * take(self.scales, 0), values * take(self.scales, 1)
 
 
 def paged_attention_cpu(
@@ -92,7 +97,7 @@ def paged_attention_cpu(
     interpret: bool = False,
 ) -> jax.Array:
     """See `pallas_kernels.paged_attention.api.paged_attention`; `interpret` means nothing here."""
-    pages = _PageReader(pool, scales, layer)
+    pages = _PageReader(pool, scales, layer, q.shape[-1])
     finish = _score_function(scale, logit_softcap)
     if query_starts is None:
         return _decode(q, pages, page_table, context_lens, sliding_window, finish, sinks)

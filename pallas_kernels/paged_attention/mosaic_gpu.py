@@ -140,6 +140,8 @@ def on_hopper() -> bool:
 def _check(q: jax.Array, pool: jax.Array) -> None:
     heads, dim = q.shape[1:]
     kv_heads, page_size = pool.shape[3:5]
+    if pool.shape[2] != 2 or pool.shape[5] != dim:
+        raise NotImplementedError(f"pool is {pool.shape} for heads of {dim}; mosaic_gpu has [L, P, 2, K, S, D]")
     if dim not in HEAD_DIMS:
         raise NotImplementedError(f"head dimension is {dim}; mosaic_gpu has {_listed(HEAD_DIMS)}")
     if page_size not in (16, 32) and page_size % 64:

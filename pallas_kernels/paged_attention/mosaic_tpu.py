@@ -13,9 +13,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.mosaic_tpu_kernel import LANES, Form, attend_items, scratch_shapes
+from pallas_kernels.common.pool import QUANTISED_DTYPES
+from pallas_kernels.paged_attention.mosaic_tpu_kernel import attend_items, scratch_shapes
 from pallas_kernels.paged_attention.mosaic_tpu_plan import (
     CORES,
+    LANES,
+    Form,
     Items,
     choose_blocks,
     decode_items,
@@ -23,7 +26,6 @@ from pallas_kernels.paged_attention.mosaic_tpu_plan import (
     vmem_bytes,
 )
 
-QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 DEFAULT_VMEM_BYTES = 16 * 2**20
 MAX_VMEM_BYTES = 48 * 2**20
 
@@ -55,9 +57,11 @@ def paged_attention_mosaic_tpu(
         The interpreter takes every head dimension and page size.
 
     Raises:
-      ValueError: the kernel does not exist for these shapes and dtypes; the message says for which it does.
+      NotImplementedError: the kernel does not exist for these shapes and dtypes; the message says for which
+        it does.
     """
-    form = _form(q, pool, query_starts, scales, scale, sliding_window, logit_softcap, sinks)
+    _check_forms(q, pool, scales)
+    form = _form(q, pool, query_starts, scale, sliding_window, logit_softcap, sinks)
     if not interpret:
         _check_compiles(form, pool, q.shape[-1])
     if query_starts is None:
@@ -76,35 +80,37 @@ def paged_attention_mosaic_tpu(
     return _gather_tokens(out, form, tokens.place, q.shape)
 
 
+def _check_forms(q: jax.Array, pool: jax.Array, scales: jax.Array | None) -> None:
+    """Raises for pools and dtypes that no kernel here takes, interpreted or not."""
+    dim, parts, width = q.shape[-1], pool.shape[2], pool.shape[5]
+    if width not in ((2 * dim,) if parts == 1 else (dim, _round_up(dim, LANES))):
+        raise NotImplementedError(
+            f"pool is {pool.shape} for queries of {dim}; on TPU it must be [L, P, 2, K, S, D],"
+            " [L, P, 2, K, S, D rounded up to 128] or [L, P, 1, K, S, 2 * D]"
+        )
+    if q.dtype.name not in ("bfloat16", "float32"):
+        raise NotImplementedError(f"q is {q.dtype}; on TPU queries must be bfloat16 or float32")
+    if pool.dtype.name not in ("bfloat16", "float32", *QUANTISED_DTYPES):
+        raise NotImplementedError(
+            f"the pool is {pool.dtype}; on TPU it must be bfloat16, float32 or {' or '.join(QUANTISED_DTYPES)}"
+        )
+    wanted = (*pool.shape[:2], 2, *pool.shape[3:5])
+    if scales is not None and scales.shape != wanted:
+        raise ValueError(f"scales are {scales.shape} for a pool {pool.shape}; they must be {wanted}")
+
+
 def _form(
     q: jax.Array,
     pool: jax.Array,
     query_starts: jax.Array | None,
-    scales: jax.Array | None,
     scale: float,
     sliding_window: int | None,
     logit_softcap: float | None,
     sinks: jax.Array | None,
 ) -> Form:
-    """What is static about the call; raises for arguments that do not belong together."""
-    num_layers, num_pages, parts, kv_heads, page_size, width = pool.shape
-    dim = q.shape[-1]
-    if width not in ((2 * dim,) if parts == 1 else (dim, -(-dim // 128) * 128)):
-        raise ValueError(
-            f"pool is {pool.shape} for queries of {dim}; on TPU it must be [L, P, 2, K, S, D],"
-            " [L, P, 2, K, S, D rounded up to 128] or [L, P, 1, K, S, 2 * D]"
-        )
-    if q.dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"q is {q.dtype}; on TPU queries must be bfloat16 or float32")
-    quantised = pool.dtype in QUANTISED
-    if not quantised and pool.dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(f"the pool is {pool.dtype}; on TPU it must be bfloat16, float32, int8 or float8_e4m3fn")
-    if quantised != (scales is not None):
-        raise ValueError(f"the pool is {pool.dtype} and scales are {'given' if scales is not None else 'None'};"
-                         " int8 and float8_e4m3fn pools need scales, others take none")  # fmt: skip
-    wanted = (num_layers, num_pages, 2, kv_heads, page_size)
-    if scales is not None and (scales.shape != wanted or scales.dtype != jnp.float32):
-        raise ValueError(f"scales are {scales.dtype}{scales.shape}; for this pool they must be float32{wanted}")
+    """What is static about the call."""
+    _, _, parts, kv_heads, page_size, width = pool.shape
+    quantised = pool.dtype.name in QUANTISED_DTYPES
     dtype = q.dtype if quantised else jnp.promote_types(q.dtype, pool.dtype)
     group = q.shape[1] // kv_heads
     blocks = choose_blocks(
@@ -136,17 +142,18 @@ def _form(
 
 def _check_compiles(form: Form, pool: jax.Array, dim: int) -> None:
     """Raises for what the compiler refuses, or compiles to something useless."""
-    if form.width % 128:
-        remedy = "[L, P, 1, K, S, 2 * D], keys and values side by side" if 2 * dim % 128 == 0 else (
-            "[L, P, 2, K, S, D rounded up to 128], the rest zeros")  # fmt: skip
-        raise ValueError(
+    if form.width % LANES:
+        remedy = "[L, P, 2, K, S, D rounded up to 128], the rest zeros"
+        if 2 * dim % LANES == 0:
+            remedy = "[L, P, 1, K, S, 2 * D], keys and values side by side"
+        raise NotImplementedError(
             f"the pool's last dimension is {form.width}; on TPU it must be a multiple of 128, since XLA would copy"
-            f" the whole pool at every call to pad it: for head_dim {dim} make the pool {remedy}"
+            f" the whole pool at every step to pad it: for head_dim {dim} make the pool {remedy}"
         )
     if form.page_size % 16:
-        raise ValueError(f"page_size is {form.page_size}; on TPU it must be a multiple of 16")
-    if form.quantised and form.page_size % 128:
-        raise ValueError(
+        raise NotImplementedError(f"page_size is {form.page_size}; on TPU it must be a multiple of 16")
+    if form.quantised and form.page_size % LANES:
+        raise NotImplementedError(
             f"page_size is {form.page_size} in a pool of {pool.dtype}; on TPU it must be a multiple of 128, since"
             " XLA would copy all scales at every step to pad a page of them to 128"
         )
@@ -203,7 +210,7 @@ def _call(
         inputs.append((by_row, pl.BlockSpec(by_row.shape, lambda *_: (0, 0, 0))))
     needed = vmem_bytes(form, blocks.dtype.itemsize)
     if needed > MAX_VMEM_BYTES:
-        raise ValueError(
+        raise NotImplementedError(
             f"{form.kv_heads} KV heads with pages of {form.page_size} need {needed} bytes of VMEM, of"
             f" {MAX_VMEM_BYTES} that may be used on TPU; use smaller pages or shard KV heads over devices"
         )
@@ -219,6 +226,7 @@ def _call(
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
+            disable_bounds_checks=True,  # of page ids, by the caller's contract; they cost as much as the copies
             vmem_limit_bytes=needed if needed > DEFAULT_VMEM_BYTES else None,
         ),
         cost_estimate=_cost(form, blocks, page_table, pool),
@@ -243,4 +251,5 @@ def _cost(form: Form, blocks: jax.Array, page_table: jax.Array, pool: jax.Array)
     )
 
 
-__all__ = ["LANES", "paged_attention_mosaic_tpu"]
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step

@@ -17,8 +17,9 @@ zero: page tails, and buffers whose pages were not copied, may hold NaN.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,49 +28,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention.mosaic_tpu_plan import CORES, LANES, Items
+from pallas_kernels.paged_attention.mosaic_tpu_plan import CORES, LANES, Form, Items
 
 LOG2_E = float(np.log2(np.e))
 MASKED = -1e30
 """Score of a key that is not seen: finite, so that a row that sees nothing of a block stays free of NaN."""
 MAX_UNROLLED_HEADS = 8
-
-
-@dataclass(frozen=True)
-class Form:
-    """What is static about a call.
-
-    Attributes:
-      kv_heads, group: K, and query heads per KV head.
-      block_queries, rows: Q, and M >= Q * group rows per KV head: row g * Q + i is head g of query i.
-      page_size, pages_per_block: S, and pages copied and computed at a time.
-      width: E, lanes of a row of the pool.
-      parts: 2: keys and values are apart; 1: they share a row.
-      dtype: of the matrix products' operands.
-      quantised: the pool holds int8 or float8_e4m3fn, with scales.
-      has_sinks: sinks are given.
-      scale, sliding_window, logit_softcap: as in the contract.
-    """
-
-    kv_heads: int
-    group: int
-    block_queries: int
-    rows: int
-    page_size: int
-    pages_per_block: int
-    width: int
-    parts: int
-    dtype: Any
-    quantised: bool
-    has_sinks: bool
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a K/V block; a multiple of 128."""
-        return self.page_size * self.pages_per_block
+MAX_UNROLLED_COPIES = 8
 
 
 class _Refs(NamedTuple):
@@ -129,7 +94,7 @@ def attend_items(form: Form, *refs: Any) -> None:
 
     @pl.when(jnp.logical_not(live))
     def _() -> None:
-        r.out[...] = jnp.zeros_like(r.out)
+        _for_heads(form, partial(_clear, r.out.at[0]))
 
 
 def _name_refs(form: Form, refs: tuple[Any, ...]) -> _Refs:
@@ -173,8 +138,8 @@ def _table_row(r: _Refs, item: jax.Array, place: Any) -> Any:
 
 def _pages_of(form: Form, r: _Refs, item: jax.Array, block: Any) -> tuple[jax.Array, jax.Array]:
     """First page of a block of an item, as a column of the table, and how many pages it has."""
-    first = r.items.begin[item] // form.page_size + block * form.pages_per_block
-    end = (r.items.end[item] + (form.page_size - 1)) // form.page_size
+    first = jax.lax.div(r.items.begin[item], form.page_size) + block * form.pages_per_block
+    end = jax.lax.div(r.items.end[item] + (form.page_size - 1), form.page_size)
     return first, jnp.minimum(end - first, form.pages_per_block)
 
 
@@ -193,34 +158,36 @@ def _start_block(form: Form, r: _Refs, item: jax.Array, block: Any, place: Any, 
     """Asks for a block's pages; the item's table row is at `place`."""
     first, count = _pages_of(form, r, item, block)
 
-    def start(nth: Any) -> None:
+    def start(nth: Any, _: None) -> None:
         for copy in _copies(form, r, r.rows[place, 0, first + nth], nth, slot):
             copy.start()
 
-    _for_pages(form, count, start)
-
-
-def _wait_block(form: Form, r: _Refs, item: jax.Array, block: Any, slot: Any) -> None:
-    _, count = _pages_of(form, r, item, block)
-
-    def wait(nth: Any) -> None:
-        for copy in _copies(form, r, 0, nth, slot):
-            copy.wait()
-
-    _for_pages(form, count, wait)
-
-
-def _for_pages(form: Form, count: jax.Array, do: Callable[[Any], None]) -> None:
-    """`do(n)` for each page of a block: in straight code when the block is full."""
-
     @pl.when(count == form.pages_per_block)
     def _() -> None:
-        for nth in range(form.pages_per_block):
-            do(nth)
+        unroll = math.gcd(form.pages_per_block, MAX_UNROLLED_COPIES)
+        jax.lax.fori_loop(0, form.pages_per_block, start, None, unroll=unroll)
 
     @pl.when(count < form.pages_per_block)
     def _() -> None:
-        jax.lax.fori_loop(0, count, lambda nth, _: do(nth), None)
+        jax.lax.fori_loop(0, count, start, None)
+
+
+def _wait_block(form: Form, r: _Refs, item: jax.Array, block: Any, slot: Any) -> None:
+    """Waits for what `_start_block` asked for. A wait counts bytes, so a full block is waited for at once."""
+    _, count = _pages_of(form, r, item, block)
+
+    @pl.when(count == form.pages_per_block)
+    def _() -> None:
+        for buffer in (r.kv, r.kv_scales) if form.quantised else (r.kv,):
+            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], r.kv_sems.at[slot]).wait()
+
+    def wait(nth: Any, _: None) -> None:
+        for copy in _copies(form, r, 0, nth, slot):
+            copy.wait()
+
+    @pl.when(count < form.pages_per_block)
+    def _() -> None:
+        jax.lax.fori_loop(0, count, wait, None)
 
 
 # Attention.
@@ -241,20 +208,21 @@ def _attend_item(form: Form, r: _Refs, item: jax.Array) -> None:
     first_page, _ = _pages_of(form, r, item, 0)
     end = r.items.end[item]
     tokens = end - first_page * form.page_size
-    num_blocks = (tokens + (form.block_tokens - 1)) // form.block_tokens
+    num_blocks = jax.lax.div(tokens + (form.block_tokens - 1), form.block_tokens)
 
     def attend_block(block: jax.Array, _: None) -> None:
         slot = jax.lax.rem(first_block + block, 2)
         last = block + 1 == num_blocks
 
-        @pl.when(jnp.logical_not(last))
-        def _() -> None:
-            _start_block(form, r, item, block + 1, place, 1 - slot)
-
         @pl.when(last & (following < r.items.count))
         def _() -> None:
             _table_row(r, following, next_place).wait()
-            _start_block(form, r, following, 0, next_place, 1 - slot)
+
+        @pl.when(jnp.logical_not(last) | (following < r.items.count))
+        def _() -> None:
+            next_item = jnp.where(last, following, item)
+            next_block = jnp.where(last, 0, block + 1)
+            _start_block(form, r, next_item, next_block, jnp.where(last, next_place, place), 1 - slot)
 
         _wait_block(form, r, item, block, slot)
         start = (first_page + block * form.pages_per_block) * form.page_size
@@ -284,14 +252,21 @@ def _seen_whole(form: Form, r: _Refs, item: jax.Array, start: jax.Array) -> jax.
 
 def _start_softmax(form: Form, r: _Refs) -> None:
     """Before any key. A sink is a key that was seen, with score `sink` and no value."""
-    r.mixed[...] = jnp.zeros_like(r.mixed)
-    if form.has_sinks:
-        r.top[...] = jnp.broadcast_to(r.sinks[...] * LOG2_E, r.top.shape)
-        lane = jax.lax.broadcasted_iota(jnp.int32, r.total.shape, 2)
-        r.total[...] = jnp.where(lane == 0, 1.0, 0.0)
-    else:
-        r.top[...] = jnp.full_like(r.top, MASKED)
-        r.total[...] = jnp.zeros_like(r.total)
+
+    def start(head: Any) -> None:
+        _clear(r.mixed, head)
+        if form.has_sinks:
+            r.top[head] = jnp.broadcast_to(r.sinks[head] * LOG2_E, r.top.shape[1:])
+            r.total[head] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, r.total.shape[1:], 1) == 0, 1.0, 0.0)
+        else:
+            r.top[head] = jnp.full(r.top.shape[1:], MASKED, jnp.float32)
+            _clear(r.total, head)
+
+    _for_heads(form, start)
+
+
+def _clear(ref: Any, head: Any) -> None:
+    ref[head] = jnp.zeros(ref.shape[1:], ref.dtype)
 
 
 def _finish_softmax(form: Form, r: _Refs) -> None:

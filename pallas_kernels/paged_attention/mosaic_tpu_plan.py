@@ -7,15 +7,13 @@ numbered; core c of CORES takes items c, c + CORES, ... in order. An item withou
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.rows import token_rows
-
-if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.mosaic_tpu_kernel import Form
 
 CORES = 2
 """Items are dealt to this many cores: v4 and v5p have two behind one device; elsewhere one runs both shares."""
@@ -23,9 +21,48 @@ CORES = 2
 LANES = 128
 BLOCK_BYTES = 1 << 20
 """K and V bytes of a block: enough in flight to cover the latency of HBM (about 1 us at 0.8 to 3.7 TB/s)."""
-MIN_BLOCK_TOKENS, MAX_BLOCK_TOKENS = 128, 512
+MIN_BLOCK_TOKENS = 128
+MAX_DECODE_TOKENS, MAX_PREFILL_TOKENS = 1024, 512
+"""A block computes all its tokens, also those that a short row lacks; in prefill its scores take VMEM."""
 MAX_ROWS = 512
 """Rows (query tokens times heads of a group) that share one read of K and V in prefill."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is static about a call.
+
+    Attributes:
+      kv_heads, group: K, and query heads per KV head.
+      block_queries, rows: Q, and M >= Q * group rows per KV head: row g * Q + i is head g of query i.
+      page_size, pages_per_block: S, and pages copied and computed at a time.
+      width: E, lanes of a row of the pool.
+      parts: 2: keys and values are apart; 1: they share a row.
+      dtype: of the matrix products' operands.
+      quantised: the pool holds int8 or float8_e4m3fn, with scales.
+      has_sinks: sinks are given.
+      scale, sliding_window, logit_softcap: as in the contract.
+    """
+
+    kv_heads: int
+    group: int
+    block_queries: int
+    rows: int
+    page_size: int
+    pages_per_block: int
+    width: int
+    parts: int
+    dtype: Any
+    quantised: bool
+    has_sinks: bool
+    scale: float
+    sliding_window: int | None
+    logit_softcap: float | None
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a K/V block; a multiple of 128."""
+        return self.page_size * self.pages_per_block
 
 
 class Blocks(NamedTuple):
@@ -85,7 +122,8 @@ def choose_blocks(
     """
     step = LANES // math.gcd(page_size, LANES)  # pages whose tokens fill whole vector registers
     tokens = BLOCK_BYTES * page_size // page_bytes
-    tokens = max(MIN_BLOCK_TOKENS, min(tokens, MAX_BLOCK_TOKENS))
+    most = MAX_DECODE_TOKENS if num_queries == 1 else MAX_PREFILL_TOKENS
+    tokens = max(MIN_BLOCK_TOKENS, min(tokens, most))
     pages = max(1, tokens // (step * page_size)) * step
     sublanes = 32 // compute_bytes
     if num_queries == 1:
@@ -106,9 +144,10 @@ def vmem_bytes(form: Form, block_bytes: int) -> int:
     tokens = form.pages_per_block * form.page_size
     pool_bytes = 1 if form.quantised else form.dtype.itemsize
     pages = 2 * form.parts * form.kv_heads * tokens * form.width * pool_bytes
+    scales = 2 * 2 * form.kv_heads * tokens * 4 if form.quantised else 0
     sinks = 2 * rows * 4 * LANES if form.has_sinks else 0
     scores = 6 * form.rows * tokens * 4
-    return state + blocks + pages + sinks + scores + (4 << 20)
+    return state + blocks + pages + scales + sinks + scores + (4 << 20)
 
 
 def decode_items(context_lens: jax.Array, sliding_window: int | None) -> Items:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.pool import split_pages
 from pallas_kernels.paged_attention.rows import token_rows
 
 
@@ -29,10 +30,10 @@ def paged_attention_reference(
     def attend_one(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         query, row, position = inputs
         heads, dim = query.shape
-        own = pool[layer, page_table[row]].astype(jnp.float32)  # [W, 2, K, S, D]
+        keys, values = split_pages(pool[layer, page_table[row]].astype(jnp.float32), dim)  # [W, K, S, D]
         if scales is not None:
-            own *= scales[layer, page_table[row]][..., None]
-        keys, values = own[:, 0], own[:, 1]
+            own = scales[layer, page_table[row]][..., None]
+            keys, values = keys * own[:, 0], values * own[:, 1]
         kv_heads = keys.shape[1]
         keys = keys.transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)  # [K, W * S, D]
         values = values.transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)

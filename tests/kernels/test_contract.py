@@ -151,7 +151,7 @@ def test_krn_4_a_query_head_reads_its_own_kv_head(backend, ratio, queries):
         case.pool[:, :, 1, head] = head
     wanted = np.arange(heads) * kv_heads // heads
     out = backend.run(case)
-    np.testing.assert_allclose(out, np.broadcast_to(wanted[None, :, None], out.shape), atol=2e-3)
+    np.testing.assert_allclose(out, np.broadcast_to(wanted[None, :, None], out.shape), atol=2e-2)
 
 
 @every_backend

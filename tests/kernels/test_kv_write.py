@@ -27,6 +27,23 @@ def test_only_the_named_slots_change(kv_heads):
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("form", [(2, 128), (1, 16)], ids=["padded", "packed"])
+@pytest.mark.parametrize("implementation", ["reference", "cpu"])
+def test_other_forms_of_the_pool_hold_the_same(form, quantised, implementation):
+    rng = np.random.default_rng(0)
+    k, v, q = (jnp.asarray(rng.normal(size=(5, heads, 8)), jnp.float32) for heads in (2, 2, 4))
+    table, context = jnp.asarray([[3, 5]], jnp.int32), jnp.asarray([5], jnp.int32)
+    outputs = []
+    for parts, width in ((2, 8), form):
+        pool = jnp.zeros((*SHAPE[:2], parts, *SHAPE[3:5], width), jnp.int8 if quantised else jnp.float32)
+        scales = jnp.zeros(SHAPE[:5]) if quantised else None
+        pool = write_kv(pool, 1, k, v, jnp.repeat(table[0], 4)[:5], jnp.arange(5, dtype=jnp.int32) % 4, scales)
+        pool, scales = pool if quantised else (pool, None)
+        outputs.append(paged_attention(q[:1], pool, 1, table, context, scales=scales, implementation=implementation))
+    np.testing.assert_allclose(*outputs, atol=1e-6)
+
+
 def test_padding_may_collide_on_the_null_page():
     pool = jnp.zeros(SHAPE)
     k = jnp.ones((3, 2, 8))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +37,8 @@ def test_unknown_implementation_is_refused_with_the_known_ones():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"q": jnp.zeros((2, 4, 16))}, "4 heads of 16 and the pool 2 of 8"),
-        ({"q": jnp.zeros((2, 3, 8))}, "query heads a multiple of KV heads"),
+        ({"q": jnp.zeros((2, 4, 16))}, r"pool is \(2, 6, 2, 2, 4, 8\) for heads of 16"),
+        ({"q": jnp.zeros((2, 3, 8))}, "3 heads and the pool 2; query heads must be a multiple"),
         ({"q": jnp.zeros((2, 8))}, r"must be \[T, H, D\]"),
         ({"q": jnp.zeros((3, 4, 8))}, "q has 3 tokens for 2 rows"),
         ({"page_table": jnp.zeros((3, 2), jnp.int32)}, r"page_table is \(3, 2\) for 2 context lengths"),
@@ -86,11 +86,15 @@ def test_auto_computes():
     np.testing.assert_allclose(call(case), call(case, implementation="reference"), atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if "float8" not in spec.kv_dtype], ids=lambda spec: spec.name)
 def test_the_cpu_form_needs_no_memory_in_the_size_of_the_pool(spec):
-    compiled = jax.jit(partial(paged_attention, implementation="cpu")).lower(*spec.abstract_args()).compile()
-    pool = spec.abstract_args()[1]
-    assert compiled.memory_analysis().temp_size_in_bytes < pool.size * pool.dtype.itemsize / 8
+    # Not float8_e4m3fn: XLA for CPU widens such a pool before it gathers (README.md).
+    compiled = jax.jit(spec.attend("cpu")).lower(*spec.abstract_args()).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < spec.pool_bytes / 8
+
+
+def test_a_spec_has_a_pool_of_more_elements_than_an_int32_numbers():
+    assert any(math.prod(spec.pool_shape) > 2**31 for spec in SPECS)
 
 
 def test_specs_are_told_apart_by_name():
