@@ -42,9 +42,20 @@ class Tuning:
 
 
 def stages_that_fit(stage_bytes: int, other_bytes: int, blocks_per_sm: int) -> int:
-    """The most stages, up to 4, with which `blocks_per_sm` blocks fit on one multiprocessor; at least 2."""
-    room = min(SMEM_PER_BLOCK_BYTES, SMEM_PER_SM_BYTES // blocks_per_sm - SMEM_RESERVED_BYTES)
-    return max(2, min(4, (room - SMEM_FIXED_BYTES - other_bytes) // stage_bytes))
+    """The most stages, from 2 to 4, with which that many blocks, or else one, fit on a multiprocessor.
+
+    Raises:
+      NotImplementedError: two stages do not fit.
+    """
+    for blocks in range(blocks_per_sm, 0, -1):
+        room = min(SMEM_PER_BLOCK_BYTES, SMEM_PER_SM_BYTES // blocks - SMEM_RESERVED_BYTES)
+        stages = (room - SMEM_FIXED_BYTES - other_bytes) // stage_bytes
+        if stages >= 2:
+            return min(4, stages)
+    raise NotImplementedError(
+        f"two stages of {stage_bytes} bytes beside {other_bytes} do not fit into the {SMEM_PER_BLOCK_BYTES} bytes of"
+        " a block's shared memory; mosaic_gpu has fewer query heads to a KV head, or smaller heads"
+    )
 
 
 def tune_mma(num_tiles: int, max_tokens: int, pool: jax.Array, rows: int, q_dtype: Any) -> Tuning:
