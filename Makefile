@@ -1,4 +1,4 @@
-# make serve | test | check | bench | venv, each from a fresh clone. BUILD.md says more.
+# make serve | test | tpu_compile | check | bench | venv, each from a fresh clone. BUILD.md says more.
 #   ARGS=...    more arguments, as: make serve ARGS="--http_port=8080 --max_num_seqs=16"
 #   PYTHON=...  interpreter to make .venv with; EXTRAS=dev,cuda13 or dev,tpu for accelerators
 
@@ -8,7 +8,7 @@ VENV ?= .venv
 PYTHON_BIN := $(VENV)/bin/python
 export VENV
 
-.PHONY: help venv model serve test check bench clean
+.PHONY: help venv model serve test tpu_compile check bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -24,6 +24,11 @@ serve: venv
 
 test: model
 	@$(PYTHON_BIN) -m pytest $(ARGS)
+
+# Apart from .venv's own packages: where libtpu is installed, jax looks for a TPU at every start.
+tpu_compile: venv
+	@test -d $(VENV)/libtpu || $(PYTHON_BIN) -m pip install --quiet --no-deps --target $(VENV)/libtpu 'libtpu>=0.0.40'
+	@JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(PYTHON_BIN) -m pytest -q -m tpu_compile tests/kernels $(ARGS)
 
 check: venv
 	@tools/check
