@@ -15,14 +15,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.pool import QUANTISED_DTYPES
 from pallas_kernels.paged_attention import mosaic_gpu_tiles as layouts
-from pallas_kernels.paged_attention.mosaic_gpu_common import LOG2E, UNSEEN, Scoring
+from pallas_kernels.paged_attention.mosaic_gpu_common import LOG2E, UNSEEN, Scoring, num_parts
 from pallas_kernels.paged_attention.mosaic_gpu_mma import (
     ROWS_KEPT,
     MmaConfig,
     Tiles,
     combine_splits,
     mma_attention,
-    num_parts,
 )
 from pallas_kernels.paged_attention.mosaic_gpu_tuning import tune_mma, tune_wgmma
 from pallas_kernels.paged_attention.mosaic_gpu_wgmma import TILE_ROWS, WgmmaConfig, wgmma_attention

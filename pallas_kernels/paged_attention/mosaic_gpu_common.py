@@ -131,6 +131,20 @@ def swizzled(minor: int, dtype: Any = jnp.bfloat16, aligned_rows: int = 8) -> tu
     return plgpu.TilingTransform((min(8, aligned_rows), swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
+def num_parts(dtype: Any) -> int:
+    """bfloat16 numbers that a number of `dtype` is the sum of; int8 and fp8 fit into one."""
+    return 3 if dtype == jnp.float32 else 1
+
+
+def bfloat16_parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """x as a sum of `count` bfloat16 numbers; three hold a float32 to 2**-24."""
+    parts = []
+    for _ in range(count):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x.astype(jnp.float32) - parts[-1].astype(jnp.float32)
+    return parts
+
+
 def interpreter(interpret: bool) -> Any:
     """The `interpret` argument of `plgpu.kernel`."""
     return plgpu.InterpretGPUParams(detect_races=True) if interpret else None

@@ -25,9 +25,11 @@ from pallas_kernels.paged_attention.mosaic_gpu_common import (
     Scoring,
     Tile,
     across,
+    bfloat16_parts,
     copy_pages,
     interpreter,
     num_copies,
+    num_parts,
     swizzled,
 )
 from pallas_kernels.paged_attention.mosaic_gpu_tuning import REDUCTION_BYTES
@@ -152,20 +154,6 @@ def _scratch(config: MmaConfig, pool: jax.Array, q_parts: int, out_dtype: Any, s
         plgpu.Barrier(num_arrivals=copies + scaled, num_barriers=config.stages),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
     ]
-
-
-def num_parts(dtype: Any) -> int:
-    """bfloat16 numbers that a number of `dtype` is the sum of; int8 and fp8 fit into one."""
-    return 3 if dtype == jnp.float32 else 1
-
-
-def bfloat16_parts(x: jax.Array, count: int) -> list[jax.Array]:
-    """x as a sum of `count` bfloat16 numbers; three hold a float32 to 2**-24."""
-    parts = []
-    for _ in range(count):
-        parts.append(x.astype(jnp.bfloat16))
-        x = x.astype(jnp.float32) - parts[-1].astype(jnp.float32)
-    return parts
 
 
 class _Refs(NamedTuple):
