@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,14 +64,14 @@ BACKENDS = (
 assert {backend.name for backend in BACKENDS} == set(IMPLEMENTATIONS)
 
 
-def parameters(*names):
-    """`BACKENDS`, or those named, as pytest parameters; one whose module is missing is skipped."""
+def parameters(*names, slow=True):
+    """`BACKENDS`, or those named, as pytest parameters.
+
+    Args:
+      slow: kernels, which the interpreter takes seconds for, are marked so.
+    """
     return [
-        pytest.param(
-            backend,
-            id=backend.name,
-            marks=[] if _exists(backend.name) else pytest.mark.skip(f"{IMPLEMENTATIONS[backend.name]} does not exist"),
-        )
+        pytest.param(backend, id=backend.name, marks=[pytest.mark.slow] if slow and backend.name in KERNELS else [])
         for backend in BACKENDS
         if not names or backend.name in names
     ]
@@ -84,7 +83,3 @@ def assert_close(out, wanted, case):
     absolute, relative = TOLERANCES[name]
     absolute *= case.value_range if name == "bfloat16" else 1.0
     np.testing.assert_allclose(out, wanted, rtol=relative, atol=absolute)
-
-
-def _exists(name):
-    return importlib.util.find_spec(IMPLEMENTATIONS[name]) is not None
