@@ -108,6 +108,6 @@ SPECS: tuple[Spec, ...] = (
     Spec("gemma-3-12b decode", 64, 64, 128, **_GEMMA_12B),
     Spec("gemma-3-12b prefill", 512, 8, 128, prefill=True, **_GEMMA_12B),
     Spec("phi-3-mini decode", 64, 64, 128, **_PHI_3_MINI),
-    Spec("beyond 2**31 elements decode", 64, 64, 128, **(_LLAMA_8B | {"num_pages": 4097, "num_layers": 80})),
+    Spec("beyond 2**31 elements decode", 64, 64, 128, **(_LLAMA_8B | {"num_pages": 4097})),
 )
 """The shapes; names are unique."""
