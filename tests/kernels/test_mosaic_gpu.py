@@ -111,7 +111,7 @@ def test_tiles_hold_every_token_once(counts, tile_tokens):
         ({"dim": 256}, "head dimension is 256 in float32; mosaic_gpu has up to 128"),
         ({"page_size": 8}, "page size is 8; mosaic_gpu has 16, 32 and multiples of 64"),
         ({"dtype": np.float16}, "q is float16; mosaic_gpu has bfloat16, float32"),
-        ({"heads": 64, "kv_heads": 1, "dim": 256, "dtype": bfloat16}, "fewer query heads to a KV head"),
+        ({"heads": 64, "kv_heads": 1, "dim": 128}, "fewer query heads to a KV head"),
         ({"heads": 65, "kv_heads": 1}, "65 query heads share 1 KV heads; mosaic_gpu has at most 64 to one"),
     ],
 )
@@ -121,10 +121,9 @@ def test_what_no_kernel_has_is_refused_by_name(sizes, message):
         run(case)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 16), ("bfloat16", 64), ("int8", 16), ("float32", 16)])
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("rows", [16, 64])
-def test_tuning_stays_within_shared_memory(dtype, dim, rows):
+def test_tuning_stays_within_shared_memory(dtype, rows, dim):
     pool = jax.ShapeDtypeStruct((1, 9, 2, 8, 16, dim), jnp.dtype(dtype))
     tuning = tune_mma(64, 2048, pool, rows, jnp.bfloat16)
     assert 2 <= tuning.stages <= 4
