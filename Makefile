@@ -22,8 +22,14 @@ model: venv
 serve: venv
 	@exec $(PYTHON_BIN) -m jaxserve.server --model=$(MODEL) $(ARGS)
 
+# The whole suite in two processes: interpreted kernels leave thousands of callbacks and programs behind.
 test: model
+ifeq ($(strip $(ARGS)),)
+	@$(PYTHON_BIN) -m pytest tests/kernels
+	@$(PYTHON_BIN) -m pytest --ignore=tests/kernels
+else
 	@$(PYTHON_BIN) -m pytest $(ARGS)
+endif
 
 # Apart from .venv's own packages: where libtpu is installed, jax looks for a TPU at every start.
 tpu_compile: venv
