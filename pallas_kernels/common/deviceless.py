@@ -1,6 +1,7 @@
-"""Compiling for accelerators that this machine lacks: v5e, v5p, v6e and v7x through libtpu, H200 and B200
-through the CUDA wheels.
+"""Compiling for accelerators that this machine lacks: v5e, v5p, v6e and v7x through libtpu, H200 through the
+CUDA wheels.
 
+There is no other GPU: away from a device Mosaic GPU generates code for sm_90a, whatever the target's description says.
 A program compiled here went through the device's whole compiler, so registers, on-chip memory and temporary
 memory are those it would have. It was not run.
 """
@@ -58,7 +59,6 @@ TARGETS = {
         Target("v6e", "tpu", "v6e:2x2", 1.64e12, 918e12, 1.75e9),
         Target("v7x", "tpu", "tpu7x:2x2x1", 3.69e12, 1153e12, 2.2e9),
         Target("sm_90a", "cuda", "h200.pbtxt", 4.8e12, 989e12, 1.98e9, 132),
-        Target("sm_100a", "cuda", "b200.pbtxt", 8.0e12, 2250e12, 1.965e9, 148),
     )
 }
 """Targets by name. A v7x device is one of a chip's two cores, so its figures are half of the chip's."""
