@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.models import abstract_params, model_config_from_hf, param_shardings, stack_layers
+from jaxserve.runtime.kv_pool import PoolLayout
 from jaxserve.runtime.programs import ProgramTable, _check_in_place
 from jaxserve.tables import Bucket
 from pallas_kernels.common.deviceless import TARGETS, make_mesh, missing
@@ -35,20 +36,13 @@ def test_a_step_of_llama_8b_compiles_with_kernels_and_does_not_copy_the_pool(tar
     shapes = jax.eval_shape(stack_layers, abstract_params(config, jnp.bfloat16))
     shardings = param_shardings(config, mesh, stacked=True)
     params = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
-    programs = ProgramTable(
-        config,
-        params,
-        mesh,
-        page_size=16,
-        max_num_seqs=64,
-        dtype="bfloat16",
-        implementation=target.implementation,
-    )
+    kv = PoolLayout(config, mesh, 16, "bfloat16", target.implementation)
+    programs = ProgramTable(kv, params, max_num_seqs=64, dtype="bfloat16")
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = programs.compile(bucket, PAGES)
-    pool = programs._pool(PAGES)
+    pool = kv.abstract(PAGES)
     _check_in_place(bucket.name, program, pool)
-    pool_bytes = math.prod(pool.sharding.shard_shape(pool.shape)) * 2
+    pool_bytes = math.prod(pool.pages.sharding.shard_shape(pool.pages.shape)) * 2
     assert pool_bytes == 32 * PAGES * 2 * 8 * 16 * 128 * 2 // num_devices
     analysis = program.memory_analysis()
     assert analysis.alias_size_in_bytes >= pool_bytes
