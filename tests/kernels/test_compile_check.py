@@ -54,7 +54,7 @@ def test_spills_and_copies_of_the_pool_fail():
     assert verdict(gpu, DECODE, 0, (Measures(spilled=1, instructions=1000),)) == "FAILED: 1 spilled, 0 allowed"
     assert verdict(tpu, DECODE, 0, (Measures(spilled=125, instructions=1000),)) == "compiled, not run"
     assert "126 spilled" in verdict(tpu, DECODE, 0, (Measures(spilled=126, instructions=1000),))
-    assert "it is copied" in verdict(gpu, DECODE, DECODE.pool_bytes, ())
+    assert "it is copied" in verdict(gpu, DECODE, DECODE.pool_bytes("mosaic_gpu"), ())
 
 
 def test_the_share_compares_a_turns_bytes_with_its_instructions():
