@@ -1,10 +1,10 @@
 """Compiles every kernel for every target and shape without a device, and says what is proven about it.
 
-A program fails if it does not compile, spills, or has temporary memory of the pool's size. The table tells
-apart what was interpreted, what was compiled only and what is refused; nothing counts as run that was not.
+A program fails if it does not compile, has temporary memory of the pool's size or, on GPU, spills. The table
+tells apart what was interpreted, what was compiled only and what is refused; nothing counts as run that was not.
 
-A TPU's compiler keeps some vector registers in on-chip memory in most large kernels; there up to one spill in
-`MAX_SPILLED_BUNDLES` bundles passes.
+On TPU spills are shown and do not fail: a block of scores is larger than the 64 vector registers, so it lies in
+on-chip memory, and its loads and stores are in the bundles that `loop` counts. README.md has the figures.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ from pallas_kernels.common.static_measures import Measures
 from pallas_kernels.paged_attention.api import KERNELS, paged_attention
 from pallas_kernels.paged_attention.mosaic_gpu import takes_wgmma, tile_rows
 from pallas_kernels.paged_attention.mosaic_gpu_tuning import MMA_BLOCK, tune_wgmma
-from pallas_kernels.paged_attention.mosaic_gpu_wgmma import TILE_ROWS
+from pallas_kernels.paged_attention.mosaic_gpu_wgmma import WARPGROUP_ROWS
 from pallas_kernels.paged_attention.mosaic_tpu import form_of
 from pallas_kernels.paged_attention.mosaic_tpu_kernel import heads_side_by_side
 from pallas_kernels.paged_attention.specs import SPECS, Spec
-
-MAX_SPILLED_BUNDLES = 1
-
 
 @dataclass(frozen=True, slots=True)
 class Proof:
@@ -100,10 +97,8 @@ def _verdict(target: Target, spec: Spec, temp_bytes: int, measures: tuple[Measur
     pool_bytes = spec.pool_bytes(target.implementation)
     if temp_bytes >= pool_bytes:
         return f"FAILED: {temp_bytes} temporary bytes, the pool has {pool_bytes}: it is copied"
-    for kernel in measures:
-        allowed = kernel.instructions // MAX_SPILLED_BUNDLES if target.platform == "tpu" else 0
-        if kernel.spilled > allowed:
-            return f"FAILED: {kernel.spilled} spilled, {allowed} allowed"
+    if target.platform == "cuda" and (spilled := sum(kernel.spilled for kernel in measures)):
+        return f"FAILED: {spilled} bytes spilled"
     return "compiled, not run"
 
 
@@ -111,8 +106,8 @@ def roofline_share(target: Target, spec: Spec, kernel: Measures) -> float | None
     """What the loop over K/V blocks allows, if it issues an instruction or bundle per clock and never waits.
 
     The time that a turn's bytes (decode) or products (prefill) take at the target's peak, over the time that
-    its instructions take, at most 1. On GPU a block's four warps issue side by side on a multiprocessor's
-    four schedulers. Waiting is not counted, which makes it too high; branches that exclude each other all
+    its instructions take, at most 1. On GPU the four warps of a warpgroup issue side by side on a multiprocessor's
+    four schedulers; two warpgroups take turns. Waiting is not counted, which makes it too high; branches that exclude each other all
     are, which makes it too low.
     """
     if not kernel.loop:
@@ -132,7 +127,7 @@ def _turn(target: Target, spec: Spec) -> tuple[int, int, int]:
         form = form_of(q, pool, starts)
         return form.rows, form.block_tokens, heads_side_by_side(form)
     if spec.prefill and takes_wgmma(q, pool):
-        return TILE_ROWS, tune_wgmma(spec.head_dim).block, 1
+        return WARPGROUP_ROWS, tune_wgmma(spec.head_dim).block, 1
     return tile_rows(spec.num_heads // spec.num_kv_heads, pool, spec.prefill), MMA_BLOCK, 1
 
 
