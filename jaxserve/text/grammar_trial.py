@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
 WALK_STEPS = 64
-WALK_STACK_BYTES = 1 << 20
-"""Half of what a thread that computes masks has."""
+COMPILE_STACK_BYTES, WALK_STACK_BYTES = 4 << 20, 1 << 20
+"""Half of what a thread that compiles has, and one that computes masks."""
 
 
 def trial_limits() -> Any:
@@ -35,13 +36,23 @@ def main() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    matcher = LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0, limits=trial_limits())
+    source, alphabet = sys.stdin.read(), LLTokenizer("byte")
+    made: list[Any] = []
+    _run(
+        COMPILE_STACK_BYTES,
+        lambda: made.append(LLMatcher(alphabet, source, log_level=0, limits=trial_limits())),
+    )
+    (matcher,) = made
     if not matcher.is_error():
-        threading.stack_size(WALK_STACK_BYTES)
-        thread = threading.Thread(target=_walk, args=(matcher,))
-        thread.start()
-        thread.join()
+        _run(WALK_STACK_BYTES, lambda: _walk(matcher))
     sys.stdout.write(matcher.get_error())
+
+
+def _run(stack_bytes: int, work: Callable[[], None]) -> None:
+    threading.stack_size(stack_bytes)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 def _walk(matcher: Any) -> None:
