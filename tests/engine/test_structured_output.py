@@ -141,8 +141,7 @@ def test_neighbours_of_a_grammar_get_what_they_get_alone(llm):
     free = [greedy(20), SamplingParams(temperature=1.0, seed=4, max_tokens=20, ignore_eos=True)] * 3
     alone = [ids(llm.generate([p], s, use_tqdm=False))[0] for p, s in zip(prompts, free, strict=True)]
     mixed = [
-        bound(regex="[a-z]{15}", temperature=0.7, seed=i) if i % 3 == 2 else settings
-        for i, settings in enumerate(free)
+        bound(regex="[a-z]{15}", temperature=0.7, seed=i) if i % 3 == 2 else settings for i, settings in enumerate(free)
     ]
     bound_alone = [ids(llm.generate([p], s, use_tqdm=False))[0] for p, s in zip(prompts, mixed, strict=True)]
     together = ids(llm.generate(prompts, mixed, use_tqdm=False))
@@ -263,7 +262,7 @@ def test_masks_that_cannot_be_made_end_the_bound_requests_alone(llm, monkeypatch
 
 
 def test_what_cannot_be_followed_is_refused_before_anything_runs(llm):
-    with pytest.raises(ValueError, match="structured_outputs.regex cannot be followed"):
+    with pytest.raises(ValueError, match=r"structured_outputs\.regex cannot be followed"):
         run(llm, bound(regex="("))
     assert_idle_clean(llm)
 

@@ -43,7 +43,11 @@ def text_of(client, path, **fields):
 
 def is_place(text):
     place = json.loads(text)
-    return list(place) == ["city", "rank"] and re.fullmatch("[A-Z][a-z]{2,5}", place["city"]) and place["rank"] in (1, 2, 3)
+    return (
+        list(place) == ["city", "rank"]
+        and re.fullmatch("[A-Z][a-z]{2,5}", place["city"])
+        and place["rank"] in (1, 2, 3)
+    )
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -119,7 +123,11 @@ BAD = [
     ({"structured_outputs": "json"}, "structured_outputs", "structured_outputs"),
     ({"response_format": {"type": "nope"}}, "response_format", "must be one of text, json_object, json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be an object"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format", "schema is required"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format",
+        "schema is required",
+    ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nope"}}}},
         "response_format",
