@@ -94,7 +94,7 @@ def test_a_paused_request_goes_on_where_its_grammar_was(make_llm):
     def add(name, params, priority):
         submission = Submission([1, 2, 3], params, name, Terms(priority=priority))
         for request in engine.make_requests(submission, 0.0):
-            engine.add(request, 0, lambda delta, name=name.rstrip("12"): taken[name].extend(delta.token_ids))
+            engine.add(request, 0, lambda delta: taken[name.rstrip("12")].extend(delta.token_ids))
 
     before = engine.scheduler.counters.preemptions
     add("low", slow, 5)
