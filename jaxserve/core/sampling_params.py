@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxserve.core.structured_outputs import StructuredOutputs
+
 MAX_LOGPROBS = 20
 """Most alternatives per position, as OpenAI and vLLM have it; it fixes the shape of the sampler's output."""
 MAX_NUM_CHOICES = 128
@@ -49,6 +51,7 @@ class SamplingParams:
         distribution (before bias, penalties and temperature).
       prompt_logprobs: the same for each prompt position.
       skip_special_tokens: leave special tokens out of the text.
+      structured_outputs: what the output's text must be; None: anything.
 
     Raises:
       ValueError: naming field, rule and value.
@@ -73,6 +76,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -105,6 +109,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            got = type(self.structured_outputs).__name__
+            raise ValueError(f"structured_outputs must be a StructuredOutputs; got {got}")
         self._check_stops()
         self._check_bias()
         self._check_allowed()

@@ -34,6 +34,7 @@ from pallas_kernels.paged_attention.mosaic_tpu import form_of
 from pallas_kernels.paged_attention.mosaic_tpu_kernel import heads_side_by_side
 from pallas_kernels.paged_attention.specs import SPECS, Spec
 
+
 @dataclass(frozen=True, slots=True)
 class Proof:
     """A line of the table.
@@ -107,8 +108,8 @@ def roofline_share(target: Target, spec: Spec, kernel: Measures) -> float | None
 
     The time that a turn's bytes (decode) or products (prefill) take at the target's peak, over the time that
     its instructions take, at most 1. On GPU the four warps of a warpgroup issue side by side on a multiprocessor's
-    four schedulers; two warpgroups take turns. Waiting is not counted, which makes it too high; branches that exclude each other all
-    are, which makes it too low.
+    four schedulers; two warpgroups take turns. Waiting is not counted, which makes it too high; branches that
+    exclude each other all are, which makes it too low.
     """
     if not kernel.loop:
         return None
