@@ -100,6 +100,29 @@ def check_request_id(request_id: str) -> None:
         raise field_error("request_id", "request_id must have 1 to 128 printable ASCII characters, no blanks")
 
 
+def check_truncation(kept: int) -> None:
+    """Raises ApiError 400 unless `truncate_prompt_tokens` can be this."""
+    if kept < 1 and kept != -1:
+        message = f"truncate_prompt_tokens is {kept}; it must be at least 1, or -1 to keep what fits"
+        raise field_error("truncate_prompt_tokens", message)
+
+
+def kept_tokens(kept: int, room: int, max_model_len: int) -> int:
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps.
+
+    Args:
+      kept: checked by `check_truncation`.
+      room: output tokens to leave room for when `kept` is -1.
+
+    Raises:
+      ApiError: 400; more than a context holds.
+    """
+    if kept > max_model_len:
+        message = f"truncate_prompt_tokens is {kept}; the limit is {max_model_len} (max_model_len)"
+        raise field_error("truncate_prompt_tokens", message)
+    return max(1, max_model_len - room) if kept == -1 else kept
+
+
 def check_name(field: str, value: str) -> None:
     """Raises ApiError 400 for a name that is too long; an empty one is none."""
     if len(value) > MAX_NAME_CHARS:

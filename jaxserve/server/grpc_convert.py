@@ -16,7 +16,7 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
-_NO_SCALARS = ("logit_bias", "stop", "stop_token_ids", "structured_outputs")
+_NO_SCALARS = ("logit_bias", "stop", "stop_token_ids", "structured_outputs", "allowed_token_ids", "bad_words")
 
 
 def sampling_params(message: pb.SamplingParams, wanted: StructuredOutputs | None = None) -> SamplingParams:
@@ -35,6 +35,9 @@ def sampling_params(message: pb.SamplingParams, wanted: StructuredOutputs | None
     values["logit_bias"] = dict(message.logit_bias)
     values["stop"] = tuple(message.stop)
     values["stop_token_ids"] = tuple(message.stop_token_ids)
+    values["bad_words"] = tuple(message.bad_words)
+    if message.HasField("allowed_token_ids"):
+        values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
     return SamplingParams(**values, structured_outputs=wanted)
 
 

@@ -1,15 +1,17 @@
-"""API keys on gRPC: who calls, and the guard of the services beside ours."""
+"""What every gRPC call goes through: API keys, and errors as statuses."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
 from grpc_health.v1 import health
 
 from jaxserve.server.auth import KeyRing
-from jaxserve.server.errors import ApiError
+from jaxserve.server.engine_api import EngineApi
+from jaxserve.server.errors import ApiError, stream_error
 from jaxserve.server.grpc_convert import error_metadata
 
 HEALTH_PREFIX = f"/{health.SERVICE_NAME}/"
@@ -21,6 +23,27 @@ async def abort(context: Context, error: ApiError) -> NoReturn:
     """Ends a call with an error."""
     await context.abort(grpc.StatusCode[error.grpc_status], error.message, error_metadata(error))
     raise AssertionError("context.abort returned")
+
+
+@contextlib.asynccontextmanager
+async def errors_to_status(engine: EngineApi, context: Context) -> AsyncIterator[None]:
+    """Turns any exception of the body into the call's status."""
+    try:
+        yield
+    except Exception as exc:
+        await abort(context, stream_error(exc, engine.state))
+
+
+def seconds_left(context: Context) -> float | None:
+    """Until a call's deadline; None: it has none.
+
+    Raises:
+      ApiError: it has passed.
+    """
+    left: float | None = context.time_remaining()
+    if left is not None and left <= 0:
+        raise ApiError("expired", "the call's deadline has passed", code="deadline_exceeded")
+    return left
 
 
 def tenant_of_call(keys: KeyRing, metadata: Any) -> str:

@@ -16,13 +16,14 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxserve.core import SamplingParams, Terms
 from jaxserve.server.auth import KeyRing, agreed_tenant
-from jaxserve.server.errors import ApiError, stream_error, unfinished_error
-from jaxserve.server.field_checks import check_name, check_request_id
+from jaxserve.server.errors import ApiError, unfinished_error
+from jaxserve.server.field_checks import check_name, check_request_id, check_truncation, kept_tokens
 from jaxserve.server.grpc_convert import chat_messages, constraint, delta_response, prompt_scores, sampling_params
-from jaxserve.server.grpc_guard import Context, KeyInterceptor, abort, tenant_of_call
+from jaxserve.server.grpc_guard import Context, KeyInterceptor, errors_to_status, seconds_left, tenant_of_call
 from jaxserve.server.messages import chat_end
+from jaxserve.server.orchestrator import ORCHESTRATOR_NAME, OrchestratorServicer
 from jaxserve.server.proto import inference_pb2 as pb
-from jaxserve.server.proto import inference_pb2_grpc
+from jaxserve.server.proto import inference_pb2_grpc, orchestrator_pb2_grpc
 from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.settings import HttpSettings
@@ -31,6 +32,17 @@ from jaxserve.server.version import package_version
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 0.2
+OPTIONS = (
+    # Else two servers share a port in silence, each getting half of the calls.
+    ("grpc.so_reuseport", 0),
+    # A prompt may be computed for minutes before its first token. Clients that ping meanwhile are not sent away,
+    # and a client that is gone is noticed, its request aborted.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -48,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Streams one prompt's choices."""
-        async with self._errors_to_status(context):
+        async with errors_to_status(self._engine, context):
             self._service.check_ready(request.model if request.HasField("model") else None)
             wanted = grammar = None
             if request.sampling.HasField("structured_outputs"):
@@ -58,6 +70,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
             check_request_id(request_id)
             prompt = await self._prompt(request)
+            if request.HasField("truncate_prompt_tokens"):
+                prompt = prompt[-self._kept_tokens(request, params) :]
             responses = self._stream(request_id, prompt, params, self._terms(request, context), context, grammar)
             async with contextlib.aclosing(responses):
                 async for response in responses:
@@ -72,8 +86,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: Context,
         grammar: object | None,
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        if terms.deadline_s is not None and terms.deadline_s <= 0:
-            raise ApiError("expired", "the call's deadline has passed", code="deadline_exceeded")
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._service.check_tokenizer()
         (stream,) = self._service.submit([prompt], lambda _: params, request_id, terms, grammar)
@@ -109,26 +121,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Token ids of a text or a chat."""
-        async with self._errors_to_status(context):
+        async with errors_to_status(self._engine, context):
             self._service.check_ready()
             ids = await self._prompt(request, converts=True)
             return pb.TokenizeResponse(token_ids=ids, max_model_len=self._engine.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Text of token ids."""
-        async with self._errors_to_status(context):
+        async with errors_to_status(self._engine, context):
             self._service.check_ready()
             text = await self._service.decode(list(request.token_ids), request.skip_special_tokens)
             return pb.DetokenizeResponse(text=text)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """Ends a live request."""
-        async with self._errors_to_status(context):
+        async with errors_to_status(self._engine, context):
             return pb.AbortResponse(aborted=self._engine.abort(request.request_id))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """What is served."""
-        async with self._errors_to_status(context):
+        async with errors_to_status(self._engine, context):
             self._service.check_ready()
             info = pb.GetModelInfoResponse(
                 model=self._engine.model_name,
@@ -158,11 +170,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 raise ApiError("invalid", NO_SPECIAL_TOKENS_IN_CHAT, param="add_special_tokens")
             add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
             messages = chat_messages(chat)
-            end = chat_end(messages, add_prompt, None)
+            end = chat_end(messages, add_prompt, chat.continue_final_message)
             return await self._service.encode_chat(messages, end, param="input", converts=converts)
         if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
             return list(request.token_ids.ids)
         raise ApiError("invalid", "input is missing; set text, token_ids or chat", param="input")
+
+    def _kept_tokens(self, request: pb.GenerateRequest, params: SamplingParams) -> int:
+        check_truncation(request.truncate_prompt_tokens)
+        room = 1 if params.max_tokens is None else params.max_tokens
+        return kept_tokens(request.truncate_prompt_tokens, max(room, params.min_tokens), self._engine.max_model_len)
 
     def _terms(self, request: pb.GenerateRequest, context: Context) -> Terms:
         """What the call asks of the scheduler; its deadline is the request's, its key's tenant too."""
@@ -170,19 +187,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             check_name(name, getattr(request, name))
         return Terms(
             priority=request.priority if request.HasField("priority") else None,
-            deadline_s=context.time_remaining(),
+            deadline_s=seconds_left(context),
             service_class=request.service_class,
             tenant=agreed_tenant(request.tenant, tenant_of_call(self._keys, context.invocation_metadata())),
             cache_salt=request.cache_salt,
         )
-
-    @contextlib.asynccontextmanager
-    async def _errors_to_status(self, context: Context) -> AsyncIterator[None]:
-        """Turns any exception of the body into the call's status."""
-        try:
-            yield
-        except Exception as exc:
-            await abort(context, stream_error(exc, self._engine.state))
 
 
 class GrpcServer:
@@ -208,15 +217,17 @@ class GrpcServer:
     ) -> None:
         self._engine = service.engine
         keys = KeyRing(settings.api_keys)
-        # Without so_reuseport=0 two servers share a port in silence, each getting half of the calls.
-        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", settings.max_body_bytes)]
+        options = [*OPTIONS, ("grpc.max_receive_message_length", settings.max_body_bytes)]
         interceptors = [KeyInterceptor(keys, settings.guard_probes)]
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
         servicer = InferenceServicer(service, keys)
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
+        orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(  # type: ignore[no-untyped-call]
+            OrchestratorServicer(service, keys), self._server
+        )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (SERVICE_NAME, ORCHESTRATOR_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:

@@ -25,7 +25,9 @@ from jaxserve.server.field_checks import (
     check_ids,
     check_name,
     check_request_id,
+    check_truncation,
     field_error,
+    kept_tokens,
     parse_model,
     parse_priority,
     refuse_unsupported,
@@ -115,10 +117,8 @@ class GenerationRequest(StructuredFields):
         if self.best_of is not None and self.best_of != self.num_choices:
             asked = f"best_of is {self.best_of} and n is {self.num_choices}"
             raise field_error("best_of", f"{asked}; they must be equal: every choice is returned")
-        kept = self.truncate_prompt_tokens
-        if kept is not None and kept < 1 and kept != -1:
-            message = f"truncate_prompt_tokens is {kept}; it must be at least 1, or -1 to keep what fits"
-            raise field_error("truncate_prompt_tokens", message)
+        if self.truncate_prompt_tokens is not None:
+            check_truncation(self.truncate_prompt_tokens)
         if self.request_id is not None:
             check_request_id(self.request_id)
         if self.deadline_s is not None and not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):
@@ -155,11 +155,8 @@ class GenerationRequest(StructuredFields):
         kept = self.truncate_prompt_tokens
         if kept is None:
             return None
-        if kept > max_model_len:
-            message = f"truncate_prompt_tokens is {kept}; the limit is {max_model_len} (max_model_len)"
-            raise field_error("truncate_prompt_tokens", message)
         room = self.ROOM if self.max_tokens is None else self.max_tokens
-        return max(1, max_model_len - max(room, self.min_tokens or 0)) if kept == -1 else kept
+        return kept_tokens(kept, max(room, self.min_tokens or 0), max_model_len)
 
     @property
     def num_choices(self) -> int:

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from jaxserve.config.api_keys import ApiKey
 from jaxserve.server.proto import inference_pb2 as pb
-from jaxserve.server.proto import inference_pb2_grpc
+from jaxserve.server.proto import inference_pb2_grpc, orchestrator_pb2, orchestrator_pb2_grpc
 from jaxserve.server.settings import HttpSettings
 from tests.server.conftest import BASELINE
 from tests.server.fake_engine import FakeEngine
@@ -160,6 +160,72 @@ def test_health_and_reflection_answer(channel):
     assert "jaxserve.v1.Inference" in database.get_services()
     service = DescriptorPool(database).FindServiceByName("jaxserve.v1.Inference")
     assert {m.name for m in service.methods} == {"Generate", "Tokenize", "Detokenize", "Abort", "GetModelInfo"}
+
+
+def test_fields_choose_tokens_as_over_http(stub, client, baseline):
+    allowed = pb.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, allowed_token_ids=pb.TokenIds(ids=[5, 9]))
+    (tokens,) = [[t for r in stub.Generate(request(sampling=allowed)) for t in r.token_ids]]
+    assert len(tokens) == 4 and set(tokens) <= {5, 9}
+    (last, *_) = reversed(list(stub.Generate(request(truncate_prompt_tokens=3))))
+    assert last.usage.prompt_tokens == 3
+    code, details, _ = failure(stub.Generate(request(truncate_prompt_tokens=0)))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and "truncate_prompt_tokens is 0" in details
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(**message) for message in messages], continue_final_message=True)
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert (
+        list(stub.Tokenize(pb.TokenizeRequest(chat=chat)).token_ids)
+        == client.post("/tokenize", json=body).json()["tokens"]
+    )
+
+
+class TestOrchestrator:
+    """JetStream's service."""
+
+    @pytest.fixture
+    def stub(self, channel):
+        return orchestrator_pb2_grpc.OrchestratorStub(channel)
+
+    @staticmethod
+    def read(call):
+        """Token ids and text of each sample."""
+        responses = [response.stream_content.samples for response in call]
+        assert len({len(samples) for samples in responses}) == 1
+        samples = list(zip(*responses, strict=True))
+        return [([t for s in own for t in s.token_ids], "".join(s.text for s in own)) for own in samples]
+
+    def test_texts_and_tokens_give_what_generate_gives(self, stub, channel):
+        sampling = pb.SamplingParams(temperature=0, max_tokens=8)
+        wanted = list(inference_pb2_grpc.InferenceStub(channel).Generate(request(sampling=sampling)))
+        tokens = [token for response in wanted for token in response.token_ids]
+        expected = (tokens, "".join(response.text for response in wanted))
+        text = orchestrator_pb2.DecodeRequest.TextContent(text="The sea")
+        assert self.read(stub.Decode(orchestrator_pb2.DecodeRequest(text_content=text, max_tokens=8))) == [expected]
+        ids = orchestrator_pb2.DecodeRequest.TokenContent(token_ids=list(b"The sea"))
+        by_ids = orchestrator_pb2.DecodeRequest(token_content=ids, max_tokens=8, num_samples=2)
+        assert self.read(stub.Decode(by_ids)) == [expected, expected]
+
+    @pytest.mark.parametrize(
+        ("fields", "word"),
+        [
+            ({}, "content is missing"),
+            ({"token_content": {"token_ids": [264]}}, "264"),
+            ({"token_content": {"token_ids": [-1]}}, "-1"),
+            ({"text_content": {"text": "a"}, "max_tokens": -2}, "max_tokens is -2"),
+            ({"text_content": {"text": "a"}, "num_samples": -2}, "n is -2"),
+        ],
+    )
+    def test_bad_requests_are_refused(self, stub, alive, fields, word):
+        code, details, _ = failure(stub.Decode(orchestrator_pb2.DecodeRequest(**fields)))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT and word in details
+        alive()
+
+    def test_it_is_live_when_it_takes_requests(self, fake_server):
+        with grpc.insecure_channel(fake_server.grpc_address) as channel:
+            stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
+            assert stub.HealthCheck(orchestrator_pb2.HealthCheckRequest()).is_live
+            fake_server.engine.state = "draining"
+            assert not stub.HealthCheck(orchestrator_pb2.HealthCheckRequest()).is_live
 
 
 @pytest.fixture
