@@ -27,6 +27,7 @@ from jaxserve.config.flag_parsers import (
     TextParser,
 )
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
+from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER, TOOL_CALL_PARSERS
 
 ENGINE_COMMANDS = frozenset({"server", "batch"})
 """Commands that take every engine flag."""
@@ -290,6 +291,14 @@ FLAGS: tuple[Flag, ...] = (
             "origins whose web pages may read answers (CORS), or *; default: none",
         ),
         ("max_body_bytes", _COUNT, 8 << 20, "largest request body"),
+    ),
+    Flag(
+        "tool_call_parser",
+        "Tools",
+        ChoiceParser((AUTO_TOOL_CALL_PARSER, *TOOL_CALL_PARSERS)),
+        "how the model writes tool calls; auto: as its chat template tells",
+        AUTO_TOOL_CALL_PARSER,
+        ENGINE_COMMANDS,
     ),
     *_server(
         "Operation",

@@ -29,8 +29,6 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     # field: values that ask for nothing
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -59,6 +57,8 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 """Fields of OpenAI's and vLLM's APIs that this version does not have."""
 REASONS = {
     "suffix": "the model goes on at a text's end and cannot be told what follows",
+    "functions": "it is the older form of tools; use tools",
+    "function_call": "it is the older form of tool_choice; use tools and tool_choice",
     "use_beam_search": "outputs are sampled, each on its own",
 }
 """Why, where a client may wonder."""

@@ -3,7 +3,7 @@
 Wraps a `tokenizers` pipeline for encoding. Decoding does not use it: the bytes of every token are worked out
 once, and text is the UTF-8 decoding of their concatenation, so that whole and streamed decoding agree exactly.
 Two families are known: byte-level BPE (GPT-2's byte alphabet) and SentencePiece (`▁` for space, `<0xNN>` bytes).
-Thread-safe: nothing changes after construction.
+Thread-safe: nothing changes after construction, save what is found out once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
 
 from jaxserve.core import UnsupportedModelError
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
+from jaxserve.text.tool_forms import ToolForms, find_tool_forms
 
 _RELEASE_GIL_CHARS = 1024  # encode() holds the interpreter lock, encode_batch() does not but costs a thread hop
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -126,21 +128,35 @@ class Tokenizer:
         """Messages as the model's chat template writes them.
 
         Args:
+          messages: arguments of their `tool_calls` are JSON text; the template gets them as it wants them.
           add_generation_prompt: end with the opening of the assistant's turn.
+          tools: function descriptions; a template of their own is used for them where the model has one.
           continue_final_message: end with the last message's content, its turn left open; nothing is added.
 
         Raises:
           ChatTemplateError: there is no template, or it refused the messages.
         """
-        template = self._templates.get("tool_use") if tools else None
-        template = template or self._templates.get("default")
+        with_calls = any(message.get("tool_calls") for message in messages)
+        template = self._tool_template if tools or with_calls else self._templates.get("default")
         if template is None:
             raise ChatTemplateError(
                 "the model has no chat template; use /v1/completions with a prompt in the model's own format"
             )
+        if with_calls and self.tool_forms is not None:
+            messages = self.tool_forms.fit(messages)
         if continue_final_message:
             return template.render_open(messages, tools, **variables)
         return template.render(messages, add_generation_prompt, tools, **variables)
+
+    @property
+    def _tool_template(self) -> ChatTemplate | None:
+        return self._templates.get("tool_use") or self._templates.get("default")
+
+    @cached_property
+    def tool_forms(self) -> ToolForms | None:
+        """What the model's template for tools does with them; None: there is no template."""
+        template = self._tool_template
+        return None if template is None else find_tool_forms(template)
 
     def encode_chat(
         self,

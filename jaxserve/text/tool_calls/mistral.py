@@ -15,6 +15,7 @@ class MistralParser(ToolParser):
     """See the module."""
 
     MARKS = ("[TOOL_CALLS]",)
+    CALL_IDS = ("", 9)  # what the templates insist on when a call comes back
     SPECIAL_TOKENS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
     def read(self, source: Source) -> Reading[list[ToolCall]]:

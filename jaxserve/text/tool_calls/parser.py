@@ -47,6 +47,8 @@ class ToolParser(ABC):
     """And with one of these where nothing but white space is before it."""
     SPECIAL_TOKENS: ClassVar[tuple[str, ...]] = ()
     """Written by the format; kept in the text even where a vocabulary has them as special tokens."""
+    CALL_IDS: ClassVar[tuple[str, int]] = ("call_", 24)
+    """What ids of calls begin with, and how many characters follow."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self.tools = tools
