@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-    from jaxserve.core import CompletionOutput, RequestOutput, SamplingParams
+    from jaxserve.core import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs
     from jaxserve.engine import LLM, AsyncEngine
 
 __version__ = "0.1.0"
@@ -20,11 +20,21 @@ _HOMES = {
     "AsyncEngine": "jaxserve.engine",
     "EngineConfig": "jaxserve.config",
     "SamplingParams": "jaxserve.core",
+    "StructuredOutputs": "jaxserve.core",
     "RequestOutput": "jaxserve.core",
     "CompletionOutput": "jaxserve.core",
 }
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -96,6 +96,7 @@ class EngineConfig(PolicyConfig):
       memory_fraction: share of the device's free memory that weights, workspace and KV may use.
       num_pages: KV pages; sized from memory when None.
       swap_space: GiB of host memory for the pages of swapped requests (preemption "swap" and "auto").
+      max_grammar_bytes: longest schema, expression or grammar of a request.
       kv_cache_dtype: "auto" is `dtype`; there is no other yet.
       enable_prefix_caching: on unless set.
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
@@ -123,6 +124,7 @@ class EngineConfig(PolicyConfig):
     max_queue_requests: int = 256
     max_queue_tokens: int = 1 << 20
     enable_prefix_caching: bool = True
+    max_grammar_bytes: int = 1 << 17
     attention_implementation: str = "auto"
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
@@ -142,6 +144,7 @@ class EngineConfig(PolicyConfig):
         if self.prefill_chunk is not None:
             at_least("prefill_chunk", self.prefill_chunk, 1)
         positive("swap_space", self.swap_space)
+        at_least("max_grammar_bytes", self.max_grammar_bytes, 1)
         one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
         if self.max_model_len is not None:

@@ -254,6 +254,10 @@ FLAGS: tuple[Flag, ...] = (
         ("batch_timeout_s", _FLOAT, "batching request_dynamic: longest wait for a batch to fill"),
     ),
     *_engine(
+        "Structured output",
+        ("max_grammar_bytes", _INT, "longest JSON schema, regular expression or grammar of a request"),
+    ),
+    *_engine(
         "KV cache and memory",
         ("page_size", _INT, "tokens per KV page; a power of two up to 256"),
         ("num_pages", _INT, "KV pages, the null page included; default: as many as memory_fraction allows"),

@@ -15,6 +15,7 @@ from jaxserve.core.errors import (
 from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxserve.core.request import NO_TERMS, FinishReason, Priority, Request, Submission, Terms
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams, choice_seed
+from jaxserve.core.structured_outputs import StructuredOutputs
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -36,6 +37,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "Submission",
     "Terms",
     "UnsupportedModelError",

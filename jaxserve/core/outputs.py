@@ -41,6 +41,7 @@ class CompletionOutput:
       logprobs: one dict per token, id -> Logprob: the chosen token and the asked alternatives.
       finish_reason: "stop", "length", "abort", "expired", "error"; None while running.
       stop_reason: the stop string or stop id that ended it; None for EOS and length.
+      error: why, where `finish_reason` is "error" and the cause is known.
     """
 
     index: int
@@ -49,6 +50,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
     metrics: RequestMetrics | None = None
 
 

@@ -63,6 +63,7 @@ class Submission:
       request_id: unique among live requests.
       terms: what is asked of the scheduler.
       prompt: its text, when it was text.
+      grammar: the engine's compiled form of `params.structured_outputs`; None: compiled when it is submitted.
     """
 
     prompt_token_ids: list[int]
@@ -70,6 +71,7 @@ class Submission:
     request_id: str
     terms: Terms = NO_TERMS
     prompt: str | None = None
+    grammar: object | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Request:
       tenant: for fairness and cache isolation.
       service_class: name of a configured `ServiceClass`, or "" for none.
       cache_salt: requests share cached pages only with those of the same tenant and salt.
+      grammar: compiled form of `params.structured_outputs`, for the engine alone.
     """
 
     request_id: str
@@ -103,6 +106,7 @@ class Request:
     service_class: str = ""
     cache_salt: str = ""
     bad_token_ids: tuple[int, ...] = ()
+    grammar: object | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxserve.core.structured_outputs import StructuredOutputs
+
 MAX_LOGPROBS = 20
 """Most alternatives per position, as OpenAI and vLLM have it; it fixes the shape of the sampler's output."""
 MAX_NUM_CHOICES = 128
@@ -50,6 +52,7 @@ class SamplingParams:
       prompt_logprobs: the same for each prompt position.
       skip_special_tokens: leave special tokens out of the text.
       shown_special_ids: special tokens that are text all the same, for those who parse it.
+      structured_outputs: what the output's text must be; None: anything.
 
     Raises:
       ValueError: naming field, rule and value.
@@ -75,6 +78,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     shown_special_ids: frozenset[int] = frozenset()
+    structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -107,6 +111,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, 0, MAX_LOGPROBS)
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            got = type(self.structured_outputs).__name__
+            raise ValueError(f"structured_outputs must be a StructuredOutputs; got {got}")
         self._check_stops()
         self._check_bias()
         self._check_allowed()

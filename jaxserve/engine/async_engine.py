@@ -29,6 +29,7 @@ from jaxserve.core import (
     Request,
     RequestFailedError,
     SamplingParams,
+    StructuredOutputs,
     Submission,
     Terms,
 )
@@ -36,7 +37,7 @@ from jaxserve.engine.engine import Engine, Progress, Sink
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import RequestStream
-from jaxserve.text import Tokenizer
+from jaxserve.text import CompiledGrammar, Tokenizer
 
 EngineFactory = Callable[[EngineConfig, Progress], Engine]
 
@@ -123,6 +124,10 @@ class AsyncEngine:
     def load(self) -> EngineLoad:
         """How busy the engine is."""
         return self.engine.load
+
+    def compile_grammar(self, wanted: StructuredOutputs) -> CompiledGrammar:
+        """See `Engine.compile_grammar`; seconds for a large one, so not on an event loop."""
+        return self.engine.compile_grammar(wanted)
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached page; live requests keep theirs."""
@@ -354,7 +359,8 @@ class AsyncEngine:
         if delta.finish_reason == FinishReason.DISPLACED:
             stream.fail(RejectedError(_DISPLACED))
         elif delta.finish_reason == FinishReason.ERROR:
-            stream.fail(RequestFailedError(f"request {stream.request_id} failed inside the server; others go on"))
+            cause = delta.error or f"request {stream.request_id} failed inside the server; others go on"
+            stream.fail(RequestFailedError(cause))
         stream.push(delta)
 
     def _cancel(self, live: dict[str, None]) -> None:

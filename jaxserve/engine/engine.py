@@ -19,53 +19,26 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 from absl import logging
 
 from jaxserve.config import EngineConfig
-from jaxserve.core import FinishReason, RejectedError, Request, Submission
+from jaxserve.core import FinishReason, RejectedError, Request, RequestFailedError, StructuredOutputs, Submission
+from jaxserve.engine.grammar_state import GrammarStates
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta, RequestState
+from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.validation import ModelLimits, bad_token_ids, make_requests
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, enable_compile_cache, make_mesh
 from jaxserve.scheduler import Scheduler, StepPlan, TokenEvent, TokenEvents, TraceWriter
-from jaxserve.text import Tokenizer, load_tokenizer
+from jaxserve.text import CompiledGrammar, Tokenizer, load_tokenizer
 
 Progress = Callable[[str, int, int, str], None]
 """Called with stage ("weights" or "warm-up"), done, total and what was done last."""
 Sink = Callable[[OutputDelta], None]
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Sums over dispatched iterations, for reports.
-
-    Attributes:
-      iterations: dispatched steps.
-      slot_steps: slots with work, summed over iterations.
-      tokens: real tokens computed; padded_tokens: rows of the buckets they ran in.
-      host_s: seconds of scheduling, tables and output handling; device_s: of waiting for the device.
-    """
-
-    iterations: int = 0
-    slot_steps: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    output_tokens: int = 0
-    host_s: float = 0.0
-    device_s: float = 0.0
-
-    def slot_utilisation(self, slots: int) -> float:
-        """Slots with work over all `slots`, mean over iterations; in [0, 1]."""
-        return self.slot_steps / max(self.iterations * slots, 1)
-
-    def budget_use(self, budget: int) -> float:
-        """Tokens computed over a token budget of `budget` an iteration; in [0, 1]."""
-        return self.tokens / max(self.iterations * budget, 1)
 
 
 class Engine:
@@ -132,11 +105,14 @@ class Engine:
         self._bad_token_ids = lru_cache(maxsize=256)(
             lambda words: bad_token_ids(words, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
         )
+        self._grammars = GrammarStates(self._tokenizer, self.limits, config.max_grammar_bytes)
         self._states: dict[str, RequestState] = {}
         self.ready = False
 
     def warm_up(self) -> None:
         """Compiles every bucket; afterwards nothing compiles."""
+        # Beside the compilations, which take longer.
+        threading.Thread(target=self._grammars.prepare, name="vocabulary", daemon=True).start()
         self.runner.warm_up(lambda done, total, what: self._progress("warm-up", done, total, what))
         self.metrics.set_compiles(COMPILES.count)
         self.ready = True
@@ -165,13 +141,25 @@ class Engine:
             usable = self.runner.scheduler_config.num_pages - 1
             return EngineLoad(scheduler.num_running, scheduler.num_waiting, scheduler.pages_owned / usable)
 
+    def compile_grammar(self, wanted: StructuredOutputs) -> CompiledGrammar:
+        """The compiled form of a constraint; from any thread. A large one takes seconds.
+
+        Raises:
+          ValueError: it cannot be followed, or there is no tokenizer to follow it with.
+        """
+        return self._grammars.compile(wanted)
+
     def make_requests(self, submission: Submission, now: float) -> list[Request]:
         """The requests of a prompt's choices, checked against the model.
 
         Raises:
-          ValueError: see `validation.make_requests`; or words of `bad_words` are no single tokens.
+          ValueError: see `validation.make_requests`; or words of `bad_words` are no single tokens, or
+            `structured_outputs`, unless the submission has it compiled, cannot be followed.
         """
         params = submission.params
+        grammar = submission.grammar
+        if grammar is None and params.structured_outputs is not None:
+            grammar = self.compile_grammar(params.structured_outputs)
         return make_requests(
             submission.prompt_token_ids,
             params,
@@ -182,6 +170,7 @@ class Engine:
             now=now,
             service_classes=self.config.service_classes,
             draw_seed=self.draw_seed,
+            grammar=grammar,
         )
 
     def add(self, request: Request, index: int, sink: Sink) -> None:
@@ -205,7 +194,8 @@ class Engine:
                     raise ValueError(rejection.message)
                 raise RejectedError(rejection)
             for request, index, sink in arrivals:
-                self._states[request.request_id] = RequestState(request, index, self._tokenizer, sink, now)
+                grammar = self._grammars.add(request)
+                self._states[request.request_id] = RequestState(request, index, self._tokenizer, sink, now, grammar)
             self._observe_load()
 
     def abort(self, request_id: str, reason: str = FinishReason.ABORT) -> bool:
@@ -248,10 +238,15 @@ class Engine:
             if plan.preempted or plan.swaps:
                 self._count_preemptions(plan)
             prepared = self.runner.prepare(plan, self._request_of, self._outputs_of)
-        handle = self.runner.dispatch(prepared)
+            bucket = prepared.tables.bucket
+            bound = self._grammars.rows(plan, bucket)
+        masks = partial(self._grammars.masks, bound, bucket) if bound else None
+        handle = self.runner.dispatch(prepared, masks)
         dispatched = time.perf_counter()
         output = self.runner.collect(handle)
         collected = time.perf_counter()
+        if bound:
+            self._grammars.accept(bound, output.result, bucket)
         with self._lock:
             now = self._clock()
             self._take_prompt_scores(plan, output)
@@ -326,14 +321,15 @@ class Engine:
             self.metrics.token(state, now)
         try:
             stopped = state.take(token_id, source, row, end, output, now)
-        except Exception:
+        except Exception as error:
             # A fault in one request's text handling ends that request; its neighbours go on.
-            logging.exception("request %s failed", request_id)
+            known = isinstance(error, RequestFailedError)
+            logging.error("request %s failed%s", request_id, f": {error}" if known else "", exc_info=not known)
             with contextlib.suppress(Exception):  # the sink itself may be what failed
-                state.fail(now)
+                state.fail(now, str(error) if known else None)
             self._end(state, end, FinishReason.ERROR, now)
             return
-        if stopped is not None:
+        if stopped:
             self._end(state, end, FinishReason.STOP, now)
         elif end is not None and end.finish_reason is not None:
             self._end(state, end, end.finish_reason, now)
@@ -344,6 +340,7 @@ class Engine:
         if end is None:
             self.scheduler.abort(request_id, now, reason)
         del self._states[request_id]
+        self._grammars.drop(request_id)
         if reason == FinishReason.DISPLACED:
             self.metrics.rejected(reason)
         else:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxserve.core import FinishReason, Logprob, Request, RequestMetrics
+from jaxserve.engine.grammar_state import GrammarState
 from jaxserve.runtime import RowScores, StepOutput
 from jaxserve.scheduler.plan import PrefillChunk, TokenEvent
 from jaxserve.text import IncrementalDetokenizer, StopChecker, Tokenizer
@@ -25,6 +26,7 @@ class OutputDelta:
       prompt_logprobs: on choice 0's first delta, when asked; entry 0 is None.
       metrics: instants of the request, on the last delta.
       num_cached_tokens: prompt tokens found in the prefix cache, on the last delta.
+      error: why, where `finish_reason` is "error" and the cause is known.
     """
 
     index: int
@@ -36,6 +38,7 @@ class OutputDelta:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    error: str | None = None
 
     def merge(self, later: OutputDelta) -> None:
         """Appends `later`, which follows this one."""
@@ -47,6 +50,7 @@ class OutputDelta:
         self.stop_reason = later.stop_reason
         self.metrics = later.metrics
         self.num_cached_tokens = later.num_cached_tokens
+        self.error = later.error
         if later.prompt_logprobs is not None:
             self.prompt_logprobs = later.prompt_logprobs
 
@@ -60,6 +64,7 @@ class RequestState:
       tokenizer: for text; None leaves texts empty.
       sink: receives each delta.
       now: arrival, engine clock.
+      grammar: its place in the grammar that binds it.
     """
 
     def __init__(
@@ -69,8 +74,10 @@ class RequestState:
         tokenizer: Tokenizer | None,
         sink: Callable[[OutputDelta], None],
         now: float,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.request = request
+        self._grammar = grammar
         self.index = index
         self.metrics = RequestMetrics(arrived_at=now)
         self.last_token_at: float | None = None
@@ -118,7 +125,7 @@ class RequestState:
         end: TokenEvent | None,
         output: StepOutput | None,
         now: float,
-    ) -> str | None:
+    ) -> bool:
         """Delivers a token, an end, or both.
 
         Args:
@@ -126,15 +133,25 @@ class RequestState:
           end: the event when it ends the request.
 
         Returns:
-          The stop string that ended the request, when one did: the scheduler does not know yet.
+          Whether a stop string or the grammar ended the request, which the scheduler does not know yet.
+
+        Raises:
+          RequestFailedError: the grammar cannot be followed any further.
         """
         delta = OutputDelta(self.index, finish_reason=str(end.finish_reason) if end else None)
+        grammar = self._grammar if token_id is not None else None
+        if grammar is not None:
+            grammar.check()
+            if grammar.dropped:
+                token_id = None
         stopped = None
         if token_id is not None:
             scores = None
             if output is not None and self.request.params.logprobs is not None:
                 scores = output.scores(source, row)
             stopped = self._take_token(token_id, scores, end and end.stop_token_id, delta, now)
+        if grammar is not None and grammar.ended:
+            delta.finish_reason = FinishReason.STOP.value
         if self._prompt_logprobs is not None and (token_id is not None or delta.finish_reason):
             delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         if delta.finish_reason is not None:
@@ -144,12 +161,13 @@ class RequestState:
             delta.metrics = self.metrics
             delta.num_cached_tokens = self.num_cached_tokens
         self._sink(delta)
-        return stopped
+        return stopped is not None or (grammar is not None and grammar.ended)
 
-    def fail(self, now: float) -> None:
-        """Delivers an end by error."""
+    def fail(self, now: float, cause: str | None = None) -> None:
+        """Delivers an end by error; `cause`: for the client, where it is known."""
         self.metrics.finished_at = now
-        self._sink(OutputDelta(self.index, finish_reason=FinishReason.ERROR.value, metrics=self.metrics))
+        reason = FinishReason.ERROR.value
+        self._sink(OutputDelta(self.index, finish_reason=reason, metrics=self.metrics, error=cause))
 
     def _take_token(
         self, token_id: int, scores: RowScores | None, stop_token_id: int | None, delta: OutputDelta, now: float

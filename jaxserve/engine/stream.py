@@ -127,4 +127,5 @@ def append_delta(output: CompletionOutput, delta: OutputDelta) -> None:
         output.logprobs = (output.logprobs or []) + delta.logprobs
     output.finish_reason = delta.finish_reason
     output.stop_reason = delta.stop_reason
+    output.error = delta.error
     output.metrics = delta.metrics

@@ -71,6 +71,7 @@ def make_requests(
     now: float = 0.0,
     service_classes: Sequence[ServiceClass] = (),
     draw_seed: Callable[[], int],
+    grammar: object | None = None,
 ) -> list[Request]:
     """`params.n` requests for one prompt; a lone one keeps `request_id`, others get `request_id#i`.
 
@@ -80,6 +81,7 @@ def make_requests(
       now: instant its deadline counts from.
       service_classes: those configured.
       draw_seed: gives 64 bits for a request without a seed.
+      grammar: compiled form of `params.structured_outputs`.
 
     Raises:
       ValueError: the prompt is empty or too long, an id is not in the vocabulary, prompt and
@@ -118,6 +120,7 @@ def make_requests(
             service_class=terms.service_class,
             cache_salt=terms.cache_salt,
             bad_token_ids=bad_token_ids,
+            grammar=grammar,
         )
         for index in range(params.n)
     ]

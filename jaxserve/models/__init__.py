@@ -3,7 +3,7 @@
 from jaxserve.models.attention import Attend
 from jaxserve.models.config import ModelConfig, RopeConfig
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
-from jaxserve.models.sharding import param_shardings
+from jaxserve.models.sharding import param_shardings, partition_spec
 from jaxserve.models.transformer import abstract_params, forward, init_params, stack_layers, unembed
 from jaxserve.models.weights import Weight, ignorable, make_params, weights
 
@@ -20,6 +20,7 @@ __all__ = [
     "make_params",
     "model_config_from_hf",
     "param_shardings",
+    "partition_spec",
     "stack_layers",
     "unembed",
     "weights",

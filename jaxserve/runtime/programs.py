@@ -1,4 +1,4 @@
-"""ProgramTable: every compiled program of an engine, keyed by bucket.
+"""ProgramTable: every compiled program of an engine: forward steps by bucket, samplers by number of rows.
 
 Compiling happens here, before the first request, and nowhere else: `get` on a bucket that was not
 compiled raises. Warm-up also checks what a silent mistake would cost: that the pool was aliased, and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
@@ -18,18 +18,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.core import JaxserveError, MissingBucketError
-from jaxserve.models import ModelConfig
+from jaxserve.models import ModelConfig, partition_spec
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, gather_pages, pool_shape, pool_sharding, scatter_pages
 from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row
-from jaxserve.runtime.steps import make_step
+from jaxserve.runtime.steps import Forwarded, make_step, sample_step
 from jaxserve.tables import Bucket, TableLayout
+from jaxserve.tables.layout import SAMPLE_INTS, SAMPLING_FLOATS
 
 Progress = Callable[[int, int, str], None]
 """Called with done, total and what was done last."""
 
 
 class ProgramTable:
-    """Compiles and holds the step programs and the slot-placement program.
+    """Compiles and holds the step programs, the samplers and the slot-placement program.
 
     Args:
       config: the model.
@@ -58,14 +59,17 @@ class ProgramTable:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self._state = self._on_mesh(abstract_slot_state(max_num_seqs, config.vocab_size))
+        # As the output layer leaves them: every device has its part of the vocabulary.
+        self._logits_sharding = NamedSharding(mesh, partition_spec(config, (None, "vocab"), mesh))
         self._steps: dict[Bucket, Any] = {}
+        self._samplers: dict[int, Any] = {}
         self._measured: dict[tuple[Bucket, int], Any] = {}
         self._place: Any = None
         self._gather: Any = None
         self._scatter: Any = None
 
-    def get(self, bucket: Bucket) -> Any:
-        """The compiled step of `bucket`.
+    def get(self, bucket: Bucket) -> tuple[Any, Any]:
+        """The compiled step of `bucket`, and the sampler of its rows.
 
         Raises:
           MissingBucketError: it was not compiled at warm-up.
@@ -73,7 +77,7 @@ class ProgramTable:
         program = self._steps.get(bucket)
         if program is None:
             raise MissingBucketError(f"bucket {bucket.name} was not compiled at warm-up")
-        return program
+        return program, self._samplers[bucket.sample_rows]
 
     @property
     def place(self) -> Any:
@@ -116,37 +120,51 @@ class ProgramTable:
         layout = TableLayout(bucket)
         step = make_step(self._config, self._mesh, layout, self._page_size, self._implementation)
         pool = self._pool(num_pages)
-        blobs = self._on_mesh(
+        ints = self._on_mesh(jax.ShapeDtypeStruct((layout.int_size,), jnp.int32))
+        forwarded = Forwarded(self._logits_sharding, self._replicated, self._replicated)
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=(pool.sharding, forwarded))
+        with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
+            return jitted.lower(self._params, pool, self._state.last_token, ints).compile()
+
+    def compile_sampler(self, rows: int) -> Any:
+        """Compiles the sampler of `rows` sample rows."""
+        state = self._state
+        logits = jax.ShapeDtypeStruct((rows, self._config.vocab_size), jnp.float32, sharding=self._logits_sharding)
+        others = self._on_mesh(
             (
-                jax.ShapeDtypeStruct((layout.int_size,), jnp.int32),
-                jax.ShapeDtypeStruct((layout.float_size,), jnp.float32),
+                jax.ShapeDtypeStruct((len(SAMPLE_INTS), rows), jnp.int32),
+                jax.ShapeDtypeStruct((len(SAMPLING_FLOATS) * rows,), jnp.float32),
+                jax.ShapeDtypeStruct((rows, mask_words(self._config.vocab_size)), jnp.uint32),
             )
         )
         jitted = jax.jit(
-            step,
-            donate_argnums=(1, 2),
-            out_shardings=(pool.sharding, jax.tree.map(lambda _: self._replicated, self._state), self._replicated),
+            sample_step,
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda _: self._replicated, state), self._replicated, self._replicated),
         )
-        with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
-            return jitted.lower(self._params, pool, self._state, *blobs).compile()
+        return jitted.lower(state, logits, *others).compile()
 
     def workspace_bytes(self, bucket: Bucket, num_pages: int) -> int:
-        """Temporary and output bytes of a bucket's step.
+        """Temporary and output bytes of a bucket's step, or of its sampler if that needs more.
 
         They do not depend on the pool's size, so a guess at `num_pages` does; if it is right, warm-up
-        takes the program compiled here.
+        takes the programs compiled here.
         """
-        program = self.compile(bucket, num_pages)
+        program, sampler = self.compile(bucket, num_pages), self.compile_sampler(bucket.sample_rows)
         self._measured = {(bucket, num_pages): program}
-        return _workspace(program)
+        self._samplers = {bucket.sample_rows: sampler}
+        shape = (bucket.sample_rows, self._config.vocab_size)
+        logits_bytes = 4 * math.prod(self._logits_sharding.shard_shape(shape))
+        return max(_workspace(program), logits_bytes + _workspace(sampler))
 
     def warm_up(self, buckets: list[Bucket], num_pages: int, progress: Progress | None = None) -> None:
-        """Compiles every bucket and the placement program; two at a time, largest first.
+        """Compiles every bucket, their samplers and the placement program; two at a time, largest first.
 
         Raises:
           JaxserveError: a program would not update the pool in place.
         """
-        total = len(buckets) + 1
+        rows = sorted({bucket.sample_rows for bucket in buckets}.difference(self._samplers), reverse=True)
+        total = len(buckets) + len(rows) + 1
         pool = self._pool(num_pages)
         self._place = (
             jax.jit(place_row, donate_argnums=0, out_shardings=jax.tree.map(lambda _: self._replicated, self._state))
@@ -156,13 +174,21 @@ class ProgramTable:
         if progress:
             progress(1, total, "slot placement")
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="compile") as threads:
-            waiting = {threads.submit(self._measured_or_compiled, b, num_pages): b for b in reversed(buckets)}
+            waiting: dict[Future[Any], Bucket | int] = {
+                threads.submit(self._measured_or_compiled, b, num_pages): b for b in reversed(buckets)
+            }
+            waiting |= {threads.submit(self.compile_sampler, count): count for count in rows}
             for done, future in enumerate(as_completed(waiting), start=2):
-                bucket, program = waiting[future], future.result()
-                _check_in_place(f"the step of bucket {bucket.name}", program, pool)
-                self._steps[bucket] = program
+                what, program = waiting[future], future.result()
+                if isinstance(what, int):
+                    name = f"sampler of {what} rows"
+                    self._samplers[what] = program
+                else:
+                    name = what.name
+                    _check_in_place(f"the step of bucket {name}", program, pool)
+                    self._steps[what] = program
                 if progress:
-                    progress(done, total, bucket.name)
+                    progress(done, total, name)
         self._measured = {}
 
     def _measured_or_compiled(self, bucket: Bucket, num_pages: int) -> Any:
@@ -190,6 +216,11 @@ class ProgramTable:
             lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
             out_shardings=jax.tree.map(lambda _: self._replicated, shapes),
         )()
+
+
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a mask over the vocabulary."""
+    return -(-vocab_size // 32)
 
 
 def _workspace(program: Any) -> int:

@@ -1,7 +1,8 @@
 """ModelRunner: owns the device side of one engine and runs plans on it.
 
-`prepare` packs a plan on the host. `dispatch` sends its two blobs and starts the step; `collect` waits for
-the sampled tokens. Between the two the host is free. Pool and slot state never leave the device.
+`prepare` packs a plan on the host. `dispatch` sends its two blobs and starts the step's two programs, which compute
+logits and sample; between them it asks for the masks of grammars. `collect` waits for the sampled tokens; until then
+the host is free. Pool and slot state never leave the device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxserve.models import ModelConfig
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, make_pool, pool_shape, pool_sharding
 from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, make_plan, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
-from jaxserve.runtime.programs import ProgramTable, Progress
+from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
 from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, slot_row
 from jaxserve.runtime.steps import StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
@@ -135,6 +136,8 @@ class ModelRunner:
         self._swapper: PageSwapper | None = None
         self._pool: Any = None
         self._state: Any = None
+        # What a step without grammars is given, by number of rows: nobody reads it.
+        self._no_masks: dict[int, jax.Array] = {}
 
     @property
     def page_bytes(self) -> int:
@@ -150,6 +153,11 @@ class ModelRunner:
             self._model_config, self.memory_plan.num_pages, config.page_size, config.dtype, self._mesh
         )
         self._state = self._programs.make_state()
+        words = mask_words(self._model_config.vocab_size)
+        self._no_masks = {
+            rows: self._programs.put(np.zeros((rows, words), np.uint32))
+            for rows in {bucket.sample_rows for bucket in buckets}
+        }
         if config.swaps:
             self._programs.compile_swaps(self.memory_plan.num_pages)
             self._swapper = PageSwapper(
@@ -194,15 +202,21 @@ class ModelRunner:
                 rows.append((placement.slot, row))
         return PreparedStep(plan, rows, self._builder.build(plan, request_of))
 
-    def dispatch(self, prepared: PreparedStep) -> StepHandle:
-        """Sends the tables and starts the step; does not wait for it."""
+    def dispatch(self, prepared: PreparedStep, make_masks: Callable[[], np.ndarray] | None = None) -> StepHandle:
+        """Sends the tables and starts the step; does not wait for it.
+
+        Args:
+          prepared: the packed plan.
+          make_masks: gives uint32[N, ceil(V / 32)], see `sampler.sample`, for a plan with rows that a grammar
+            binds. Called while the device computes their logits.
+        """
         if self._swapper and prepared.plan.swaps:
             self._pool = self._swapper.run(self._pool, prepared.plan.swaps)
         for slot, row in prepared.slot_rows:
             self._place(slot, row)
         tables = prepared.tables
         blobs = jax.device_put((tables.ints, tables.floats), self._replicated)
-        return StepHandle(prepared.plan, tables.bucket, self._run(tables.bucket, *blobs))
+        return StepHandle(prepared.plan, tables.bucket, self._run(tables.bucket, *blobs, make_masks))
 
     def collect(self, handle: StepHandle) -> StepOutput:
         """Waits for a step's tokens: the one host sync of an iteration."""
@@ -216,10 +230,18 @@ class ModelRunner:
         )
         return StepOutput(result, handle.bucket, handle.outputs)
 
-    def _run(self, bucket: Bucket, ints: Any, floats: Any) -> StepOutputs:
-        program = self._programs.get(bucket)
-        self._pool, self._state, outputs = program(self._params, self._pool, self._state, ints, floats)
-        return outputs
+    def _run(
+        self, bucket: Bucket, ints: Any, floats: Any, make_masks: Callable[[], np.ndarray] | None = None
+    ) -> StepOutputs:
+        step, sampler = self._programs.get(bucket)
+        self._pool, forwarded = step(self._params, self._pool, self._state.last_token, ints)
+        if make_masks is None:
+            masks = self._no_masks[bucket.sample_rows]
+        else:
+            masks = jax.device_put(make_masks(), self._replicated)
+        logits, sample_ints, prompt_scores = forwarded
+        self._state, tokens, scores = sampler(self._state, logits, sample_ints, floats, masks)
+        return StepOutputs(tokens, scores, prompt_scores)
 
     def _send_empty(self, bucket: Bucket) -> Any:
         tables = self._builder.empty(bucket)

@@ -1,4 +1,7 @@
-"""The step function: one iteration on the device.
+"""The step functions: one iteration on the device, in two programs.
+
+The first computes logits, the second samples from them. What the second needs and the first does not, the masks of
+grammars, the host works out while the first runs.
 
 One function serves decode, prefill and both at once; which parts exist follows from the bucket. All
 tokens of an iteration, decode rows first, go through the layers as one flat batch, so weights are read
@@ -22,12 +25,26 @@ from jaxserve.runtime.kv_pool import pool_spec
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import SlotState
 from jaxserve.tables import Bucket
-from jaxserve.tables.layout import FLAG_EDITS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, TableLayout
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, TableLayout, sample_fields
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 
 PROMPT_SCORE_ROWS = 32
 """Prompt positions whose logits are held at once while prompt log-probabilities are computed."""
+
+
+class Forwarded(NamedTuple):
+    """What the first program of a step hands to the second, and prompt scores.
+
+    Attributes:
+      logits: float32[N, V] of decode rows, then prefill rows.
+      sample_ints: int32[fields, N], see `TableLayout.sample_ints`.
+      prompt_scores: of the tokens that follow each prompt position, T rows.
+    """
+
+    logits: jax.Array
+    sample_ints: jax.Array
+    prompt_scores: TokenScores
 
 
 class StepOutputs(NamedTuple):
@@ -45,7 +62,7 @@ class StepOutputs(NamedTuple):
 
 
 def make_step(config: ModelConfig, mesh: Mesh, layout: TableLayout, page_size: int, implementation: str) -> Any:
-    """The step function of one bucket.
+    """The function that computes the logits of one bucket.
 
     Args:
       config: the model.
@@ -55,29 +72,45 @@ def make_step(config: ModelConfig, mesh: Mesh, layout: TableLayout, page_size: i
       implementation: of paged attention.
 
     Returns:
-      `step(params, pool, state, ints, floats) -> (pool, state, StepOutputs)`, to be jitted with
-      `pool` and `state` donated.
+      `step(params, pool, last_token, ints) -> (pool, Forwarded)`, to be jitted with `pool` donated.
     """
     bucket = layout.bucket
     rows = bucket.decode_rows
 
     def step(
-        params: Any, pool: jax.Array, state: SlotState, ints: jax.Array, floats: jax.Array
-    ) -> tuple[jax.Array, SlotState, StepOutputs]:
-        fields = layout.unpack(ints, floats)
-        token_ids = jnp.concatenate([state.last_token[fields["decode_slot"]], fields["prefill_tokens"]])
+        params: Any, pool: jax.Array, last_token: jax.Array, ints: jax.Array
+    ) -> tuple[jax.Array, Forwarded]:
+        fields = layout.unpack_ints(ints)
+        token_ids = jnp.concatenate([last_token[fields["decode_slot"]], fields["prefill_tokens"]])
         positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])
         page_ids, offsets = _write_places(fields, positions, rows, page_size)
 
         attend = _make_attend(config, mesh, bucket, fields, page_ids, offsets, implementation)
         hidden, pool = forward(config, params, token_ids, positions, attend, pool)
         logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
-        tokens = sample(logits, state, fields)
-        scores = score(logits, tokens, wants_logprobs(fields))
         prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
-        return pool, _remember(state, tokens, fields), StepOutputs(tokens, scores, prompt_scores)
+        return pool, Forwarded(logits, layout.sample_ints(ints), prompt_scores)
 
     return step
+
+
+def sample_step(
+    state: SlotState, logits: jax.Array, sample_ints: jax.Array, floats: jax.Array, masks: jax.Array
+) -> tuple[SlotState, jax.Array, TokenScores]:
+    """Samples the rows of a step and remembers their tokens. Jitted with `state` donated, once per number of rows.
+
+    Args:
+      logits, sample_ints: see `Forwarded`.
+      floats: the float32 blob of the tables.
+      masks: uint32[N, ceil(V / 32)], see `sample`.
+
+    Returns:
+      The state, int32[N] sampled ids, and their scores.
+    """
+    fields = sample_fields(sample_ints, floats)
+    tokens = sample(logits, state, fields, masks)
+    scores = score(logits, tokens, wants_logprobs(fields))
+    return _remember(state, tokens, fields), tokens, scores
 
 
 def _make_attend(

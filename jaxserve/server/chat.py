@@ -49,9 +49,12 @@ async def begin_chat_completion(
     if kept is not None:
         prompt = prompt[-kept:]
     logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
-    params = spec.sampling_params(max_tokens=spec.max_tokens, logprobs=logprobs, **reading.sampling)
+    wanted, grammar = await service.constrain(spec.constraint) if spec.constrained else (None, None)
+    params = spec.sampling_params(
+        max_tokens=spec.max_tokens, logprobs=logprobs, structured_outputs=wanted, **reading.sampling
+    )
     request_id = spec.request_id or new_request_id("chatcmpl")
-    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(headers, tenant))
+    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(headers, tenant), grammar)
     return _Answer(service, spec, request_id, streams[0], reading)
 
 

@@ -40,9 +40,10 @@ async def begin_completion(
     if spec.logprobs is not None:
         service.check_tokenizer()
     prompts, echoes = await _prompts(service, spec)
+    wanted, grammar = await service.constrain(spec.constraint) if spec.constrained else (None, None)
 
     def params_of(num_prompt_tokens: int) -> SamplingParams:
-        overrides: dict[str, Any] = {"logprobs": spec.logprobs}
+        overrides: dict[str, Any] = {"logprobs": spec.logprobs, "structured_outputs": wanted}
         if spec.max_tokens is None:
             # At least 1: a prompt without room for a token is the engine's to refuse, naming both lengths.
             room = max(1, max_model_len - num_prompt_tokens)
@@ -52,7 +53,7 @@ async def begin_completion(
         return spec.sampling_params(**overrides)
 
     request_id = spec.request_id or new_request_id("cmpl")
-    streams = service.submit(prompts, params_of, request_id, spec.terms(headers, tenant))
+    streams = service.submit(prompts, params_of, request_id, spec.terms(headers, tenant), grammar)
     return _Answer(service, spec, request_id, echoes, streams)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from jaxserve.core import Logprob, RequestOutput, Submission
+from jaxserve.core import Logprob, RequestOutput, StructuredOutputs, Submission
 from jaxserve.text.tool_forms import ToolForms
 
 TokenLogprobs = dict[int, Logprob]
@@ -135,6 +135,10 @@ class EngineApi(Protocol):
     def stop_profile(self) -> None: ...
     def submit_all(self, submissions: Sequence[Submission]) -> Sequence[StreamApi]:
         """Takes or refuses all of them together; see `jaxserve.engine.AsyncEngine`."""
+        ...
+
+    def compile_grammar(self, wanted: StructuredOutputs) -> object:
+        """May take seconds; ValueError where it cannot be followed."""
         ...
 
     def abort(self, request_id: str) -> bool: ...

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from jaxserve.core.request import Priority
 from jaxserve.core.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from jaxserve.core.structured_outputs import MAX_CHOICES
 from jaxserve.server.errors import ApiError
 from jaxserve.server.service import MAX_DETOKENIZE_IDS
 
@@ -19,6 +20,7 @@ MAX_ITEMS = {
     "logit_bias": (1024, "entries"),
     "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, "ids"),
     "bad_words": (MAX_BAD_WORDS, "words"),
+    "guided_choice": (MAX_CHOICES, "texts"),
     "tokens": (MAX_DETOKENIZE_IDS, "ids"),
 }
 """Most items of a field. Checked before pydantic sees it, which collects an error for every item."""
@@ -31,12 +33,8 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "structural_tag": (),
+    "guided_decoding_backend": ("auto", "guidance"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),

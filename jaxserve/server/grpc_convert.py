@@ -4,34 +4,57 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.core import FinishReason, SamplingParams
+from jaxserve.core import FinishReason, SamplingParams, StructuredOutputs
 from jaxserve.server.engine_api import Delta, EngineApi, TokenizerApi, TokenLogprobs
 from jaxserve.server.errors import ApiError
 from jaxserve.server.messages import normalize_messages
 from jaxserve.server.proto import inference_pb2 as pb
+from jaxserve.server.structured_fields import Constraint
 
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
-_REPEATED = ("logit_bias", "stop", "stop_token_ids")
+_NO_SCALARS = ("logit_bias", "stop", "stop_token_ids", "structured_outputs")
 
 
-def sampling_params(message: pb.SamplingParams) -> SamplingParams:
+def sampling_params(message: pb.SamplingParams, wanted: StructuredOutputs | None = None) -> SamplingParams:
     """Set fields over the defaults; `max_tokens` unset means up to the context's end.
+
+    Args:
+      wanted: what `structured_outputs` asks for.
 
     Raises:
       ValueError: naming field, rule and value.
     """
     values: dict[str, Any] = {"max_tokens": None}
     for field, value in message.ListFields():
-        if field.name not in _REPEATED:
+        if field.name not in _NO_SCALARS:
             values[field.name] = value
     values["logit_bias"] = dict(message.logit_bias)
     values["stop"] = tuple(message.stop)
     values["stop_token_ids"] = tuple(message.stop_token_ids)
-    return SamplingParams(**values)
+    return SamplingParams(**values, structured_outputs=wanted)
+
+
+def constraint(message: pb.StructuredOutputs) -> Constraint:
+    """What an output must be.
+
+    Raises:
+      ApiError: 400; none or a malformed one.
+    """
+    values: dict[str, Any] = {}
+    kind = message.WhichOneof("constraint")
+    if kind is not None:
+        values[kind] = list(message.choice.texts) if kind == "choice" else getattr(message, kind)
+    for name in ("disable_any_whitespace", "whitespace_pattern"):
+        if message.HasField(name):  # type: ignore[arg-type]
+            values[name] = getattr(message, name)
+    try:
+        return Constraint("structured_outputs", "", StructuredOutputs(**values))
+    except ValueError as error:
+        raise ApiError("invalid", str(error), param="structured_outputs") from None
 
 
 def chat_messages(chat: pb.ChatMessages) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from jaxserve.core import SamplingParams, Terms
 from jaxserve.server.auth import KeyRing, agreed_tenant
 from jaxserve.server.errors import ApiError, stream_error, unfinished_error
 from jaxserve.server.field_checks import check_name, check_request_id
-from jaxserve.server.grpc_convert import chat_messages, delta_response, prompt_scores, sampling_params
+from jaxserve.server.grpc_convert import chat_messages, constraint, delta_response, prompt_scores, sampling_params
 from jaxserve.server.grpc_guard import Context, KeyInterceptor, abort, tenant_of_call
 from jaxserve.server.messages import chat_end
 from jaxserve.server.proto import inference_pb2 as pb
@@ -50,23 +50,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Streams one prompt's choices."""
         async with self._errors_to_status(context):
             self._service.check_ready(request.model if request.HasField("model") else None)
-            params = sampling_params(request.sampling)
+            wanted = grammar = None
+            if request.sampling.HasField("structured_outputs"):
+                asked = request.sampling.structured_outputs
+                wanted, grammar = await self._service.constrain(lambda: constraint(asked))
+            params = sampling_params(request.sampling, wanted)
             request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
             check_request_id(request_id)
             prompt = await self._prompt(request)
-            responses = self._stream(request_id, prompt, params, self._terms(request, context), context)
+            responses = self._stream(request_id, prompt, params, self._terms(request, context), context, grammar)
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     yield response
 
     async def _stream(
-        self, request_id: str, prompt: list[int], params: SamplingParams, terms: Terms, context: Context
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        terms: Terms,
+        context: Context,
+        grammar: object | None,
     ) -> AsyncGenerator[pb.GenerateResponse]:
         if terms.deadline_s is not None and terms.deadline_s <= 0:
             raise ApiError("expired", "the call's deadline has passed", code="deadline_exceeded")
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._service.check_tokenizer()
-        (stream,) = self._service.submit([prompt], lambda _: params, request_id, terms)
+        (stream,) = self._service.submit([prompt], lambda _: params, request_id, terms, grammar)
         # A call that ends while a message is being written never resumes this generator.
         context.add_done_callback(lambda _: stream.cancel())
         info: pb.PromptInfo | None = pb.PromptInfo(request_id=request_id, token_ids=prompt)

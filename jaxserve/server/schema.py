@@ -31,6 +31,7 @@ from jaxserve.server.field_checks import (
     refuse_unsupported,
 )
 from jaxserve.server.service import MAX_DETOKENIZE_IDS
+from jaxserve.server.structured_fields import StructuredFields
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` of /v1/completions, clipped to the context; a chat's is the context's end."""
@@ -48,7 +49,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StructuredFields):
     """Fields that completions and chat share.
 
     Service class and tenant may also be named in the headers `X-Service-Class` and `X-Tenant`; the body wins.

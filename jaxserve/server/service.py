@@ -9,16 +9,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
-from jaxserve.core import NO_TERMS, SamplingParams, Submission, Terms
+from jaxserve.core import NO_TERMS, SamplingParams, StructuredOutputs, Submission, Terms
 from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 from jaxserve.server.messages import ChatEnd
+from jaxserve.server.structured_fields import Constraint
 
 INLINE_CHARS = 1000
 """Work on so many characters in all is done on the event loop (about half a millisecond); more in a thread."""
 CALL_CHARS = 50
 """What a text costs besides its characters, in characters."""
 MAX_DETOKENIZE_IDS = 1 << 20
+MAX_WAITING_GRAMMARS = 64
+"""Constraints being compiled or waiting for it; a request with one more is answered 429."""
 MAX_VARIABLES_CHARS = 1 << 16
 RESERVED_TEMPLATE_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Template variables that have their own place in a request."""
@@ -39,10 +42,13 @@ class GenerationService:
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompts")
         # Apart, so that calls that only convert never keep a prompt waiting.
         self._convert_threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        # Apart, as a large grammar takes seconds.
+        self._grammar_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammars")
+        self._waiting_grammars = 0
 
     def close(self) -> None:
         """Ends the worker threads."""
-        for threads in (self._threads, self._convert_threads):
+        for threads in (self._threads, self._convert_threads, self._grammar_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def check_ready(self, model: str | None = None) -> None:
@@ -151,6 +157,35 @@ class GenerationService:
         token_text = self.engine.tokenizer.token_text
         return await self.run(4 * len(ids), lambda: [token_text(token_id) for token_id in ids], True)
 
+    async def constrain(self, make: Callable[[], Constraint | None]) -> tuple[StructuredOutputs | None, object | None]:
+        """What a request's output must be, and its grammar, found in a thread; both None where it may be anything.
+
+        Args:
+          make: reads the constraint from the request.
+
+        Raises:
+          ApiError: 400, the constraint is malformed or cannot be followed; 429, too many wait for that.
+        """
+        if self._waiting_grammars >= MAX_WAITING_GRAMMARS:
+            message = f"{MAX_WAITING_GRAMMARS} constraints wait to be compiled already; try again later"
+            raise ApiError("overloaded", message, code="grammars_waiting", retry_after_s=1.0)
+        engine = self.engine
+
+        def work() -> tuple[StructuredOutputs | None, object | None]:
+            constraint = make()
+            if constraint is None:
+                return None, None
+            try:
+                return constraint.wanted, engine.compile_grammar(constraint.wanted)
+            except ValueError as error:
+                raise constraint.error(str(error)) from None
+
+        self._waiting_grammars += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
+        finally:
+            self._waiting_grammars -= 1
+
     async def _check_fits(self, num_chars: int, param: str) -> None:
         """Refuses a text that the context cannot hold whatever its tokens, before seconds go into finding them."""
         limit = self.engine.max_model_len
@@ -172,6 +207,7 @@ class GenerationService:
         params_of: Callable[[int], SamplingParams],
         request_id: str,
         terms: Terms = NO_TERMS,
+        grammar: object | None = None,
     ) -> Sequence[StreamApi]:
         """One stream per prompt; all are taken or refused together.
 
@@ -179,13 +215,17 @@ class GenerationService:
           prompts: token ids of each.
           params_of: sampling settings for a prompt of that many tokens.
           request_id: of a single prompt; prompt i of several is `request_id-i`.
+          grammar: what `constrain` gave.
 
         Raises:
           ValueError, RejectedError: see `AsyncEngine.submit`.
         """
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
         return self.engine.submit_all(
-            [Submission(ids, params_of(len(ids)), name, terms) for ids, name in zip(prompts, names, strict=True)]
+            [
+                Submission(ids, params_of(len(ids)), name, terms, grammar=grammar)
+                for ids, name in zip(prompts, names, strict=True)
+            ]
         )
 
     async def run[T](self, size: int, work: Callable[[], T], converts: bool = False) -> T:

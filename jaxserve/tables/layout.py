@@ -22,6 +22,8 @@ int32 fields (B, T, R, W of the bucket; N = B + R sample rows, decode rows first
   sample_position [N]     write index the sampled token will have: folded into the key
   flags [N]               bits below
 
+The fields from `slot` on are what the sampler reads: `SAMPLE_INTS`, side by side at the end of the blob.
+
 float32 fields: temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty [N].
 """
 
@@ -45,10 +47,15 @@ FLAG_HOLD_STOPS = 8
 FLAG_PROMPT_LOGPROBS = 16
 """Log-probabilities of the chunk's prompt tokens are wanted (prefill rows)."""
 
+FLAG_GRAMMAR = 32
+"""Only tokens of the row's mask may be sampled."""
+
 SAMPLING_INTS = ("top_k", "seed_high", "seed_low")
 """int32 fields that stay the same while a request holds its slot; they lie side by side."""
 SAMPLING_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 """All float32 fields; they stay the same too."""
+SAMPLE_INTS = ("slot", *SAMPLING_INTS, "sample_position", "flags")
+"""int32 fields of the sample rows, in their order at the end of the blob."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,7 @@ class TableLayout:
                 "prefill_starts": (seqs + 1 if seqs else 0,),
                 "prefill_context": (seqs,),
                 "prefill_pages": (seqs, width),
-                "slot": (samples,),
-                **dict.fromkeys(SAMPLING_INTS, (samples,)),
-                "sample_position": (samples,),
-                "flags": (samples,),
+                **dict.fromkeys(SAMPLE_INTS, (samples,)),
             }
         )
 
@@ -105,11 +109,19 @@ class TableLayout:
 
     def unpack(self, ints: Any, floats: Any) -> dict[str, Any]:
         """Fields as views (numpy) or static slices (jax) of the two blobs."""
-        return _fields(ints, self._int_slices) | _fields(floats, self._float_slices)
+        return self.unpack_ints(ints) | _fields(floats, self._float_slices)
+
+    def unpack_ints(self, ints: Any) -> dict[str, Any]:
+        """Fields of the int32 blob, as `unpack`."""
+        return _fields(ints, self._int_slices)
 
     def unpack_rows(self, ints: Any) -> dict[str, Any]:
         """Fields of the int32 blob that differ by row; those of prefill only where the bucket has any."""
         return _fields(ints, self._row_slices)
+
+    def sample_ints(self, ints: Any) -> Any:
+        """`SAMPLE_INTS` of the int32 blob as [fields, N]."""
+        return ints[-len(SAMPLE_INTS) * self.bucket.sample_rows :].reshape(len(SAMPLE_INTS), -1)
 
     def sampling(self, ints: Any, floats: Any) -> tuple[Any, Any]:
         """`SAMPLING_INTS` and `SAMPLING_FLOATS` as two views [fields, N], to be filled in one assignment each."""
@@ -132,6 +144,12 @@ class TableLayout:
     @cached_property
     def _float_slices(self) -> list[tuple[str, slice, tuple[int, ...]]]:
         return _slices(self.float_fields)
+
+
+def sample_fields(ints: Any, floats: Any) -> dict[str, Any]:
+    """The sampler's fields, each [N], of `TableLayout.sample_ints` and the float32 blob."""
+    floats = floats.reshape(len(SAMPLING_FLOATS), -1)
+    return dict(zip(SAMPLE_INTS, ints, strict=True)) | dict(zip(SAMPLING_FLOATS, floats, strict=True))
 
 
 def _fields(blob: Any, places: list[tuple[str, slice, tuple[int, ...]]]) -> dict[str, Any]:

@@ -2,8 +2,18 @@
 
 from jaxserve.text.chat_template import ChatTemplateError
 from jaxserve.text.detokenizer import IncrementalDetokenizer
+from jaxserve.text.grammar import CompiledGrammar, GrammarCompiler, matcher_fault
 from jaxserve.text.load import load_tokenizer
 from jaxserve.text.stop_checker import StopChecker
 from jaxserve.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplateError", "IncrementalDetokenizer", "StopChecker", "Tokenizer", "load_tokenizer"]
+__all__ = [
+    "ChatTemplateError",
+    "CompiledGrammar",
+    "GrammarCompiler",
+    "IncrementalDetokenizer",
+    "StopChecker",
+    "Tokenizer",
+    "load_tokenizer",
+    "matcher_fault",
+]

@@ -68,6 +68,10 @@ class Tokenizer:
         """Ids the tokenizer knows: all are below this. A model's own vocabulary may be padded beyond it."""
         return len(self._token_bytes)
 
+    def to_json(self) -> str:
+        """The pipeline as a tokenizer.json."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`; special tokens written out in it are recognised.
 
