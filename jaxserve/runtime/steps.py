@@ -77,9 +77,7 @@ def make_step(config: ModelConfig, mesh: Mesh, layout: TableLayout, page_size: i
     bucket = layout.bucket
     rows = bucket.decode_rows
 
-    def step(
-        params: Any, pool: jax.Array, last_token: jax.Array, ints: jax.Array
-    ) -> tuple[jax.Array, Forwarded]:
+    def step(params: Any, pool: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[jax.Array, Forwarded]:
         fields = layout.unpack_ints(ints)
         token_ids = jnp.concatenate([last_token[fields["decode_slot"]], fields["prefill_tokens"]])
         positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from jaxserve.core import RequestOutput
 from jaxserve.server.auth import key_tenant
+from jaxserve.server.chat_submit import Conversation, submit_chat
 from jaxserve.server.engine_api import StreamApi
 from jaxserve.server.errors import stream_error, unfinished_error
 from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
@@ -41,21 +42,25 @@ async def begin_chat_completion(
     service.check_ready(spec.model)
     messages = normalize_messages(spec.messages)
     end = chat_end(messages, spec.add_generation_prompt, spec.continue_final_message)
-    kept = spec.kept_tokens(service.engine.max_model_len)
-    use = parse_tools(spec.tools, spec.tool_choice, spec.parallel_tool_calls)
-    tools = use.tools if use else None
-    prompt = await service.encode_chat(messages, end, spec.chat_template_kwargs, tools=tools, param="messages")
-    reading = ToolReading(service.engine.tokenizer, service.tool_call_parser, use)
-    if kept is not None:
-        prompt = prompt[-kept:]
-    logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
-    wanted, grammar = await service.constrain(spec.constraint) if spec.constrained else (None, None)
-    params = spec.sampling_params(
-        max_tokens=spec.max_tokens, logprobs=logprobs, structured_outputs=wanted, **reading.sampling
+    conversation = Conversation(
+        messages,
+        "messages",
+        end,
+        spec.chat_template_kwargs,
+        parse_tools(spec.tools, spec.tool_choice, spec.parallel_tool_calls),
     )
+    logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
     request_id = spec.request_id or new_request_id("chatcmpl")
-    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(headers, tenant), grammar)
-    return _Answer(service, spec, request_id, streams[0], reading)
+    stream, reading = await submit_chat(
+        service,
+        spec,
+        conversation,
+        request_id,
+        spec.terms(headers, tenant),
+        max_tokens=spec.max_tokens,
+        logprobs=logprobs,
+    )
+    return _Answer(service, spec, request_id, stream, reading)
 
 
 class _Answer:

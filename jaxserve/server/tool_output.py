@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER, TOOL_CALL_PARSERS
+from jaxserve.core import StructuredOutputs
 from jaxserve.server.engine_api import TokenizerApi
 from jaxserve.server.errors import ApiError
+from jaxserve.server.structured_fields import Constraint
 from jaxserve.server.tools import ToolUse
-from jaxserve.text.tool_calls import PARSERS, ToolCall, ToolParser, detect_parser
+from jaxserve.text.tool_calls import PARSERS, CallListParser, ToolCall, ToolParser, call_list_schema, detect_parser
 
 _ID_CHARS = string.ascii_letters + string.digits
 
@@ -61,29 +63,62 @@ class ToolReading:
       use: what the request lets the model call; None: nothing, so all text is content.
 
     Raises:
-      ApiError: 400; the model's way to write calls is not known, or the choice cannot be enforced.
+      ApiError: 400; the model's way to write calls is not known.
     """
 
     def __init__(self, tokenizer: TokenizerApi, parser_setting: str, use: ToolUse | None) -> None:
         self._use = use
         self._parser: type[ToolParser] | None = None
+        self._id_form = ToolParser.CALL_IDS
         self.sampling: dict[str, Any] = {}
         """What reading needs of `SamplingParams`."""
         if use is None:
             return
-        if use.choice != "auto":
-            what = "required" if use.choice == "required" else "with a function's name"
-            message = f"tool_choice {what} needs structured output, which this server does not have; use auto or none"
-            raise ApiError("invalid", message, param="tool_choice")
-        self._parser = _parser_class(tokenizer, parser_setting)
-        shown = {tokenizer.token_id(token) for token in self._parser.SPECIAL_TOKENS} & tokenizer.special_ids
+        native = _native_parser(tokenizer, parser_setting)
+        if native is not None:
+            self._id_form = native.CALL_IDS
+        if self.is_forced:
+            self._parser = CallListParser
+            return
+        if native is None:
+            message = (
+                "tools are not available: the chat template does not tell how this model writes calls;"
+                f" start the server with --tool_call_parser set to one of {', '.join(TOOL_CALL_PARSERS)}"
+            )
+            raise ApiError("invalid", message, param="tools")
+        self._parser = native
+        shown = {tokenizer.token_id(token) for token in native.SPECIAL_TOKENS} & tokenizer.special_ids
         self.sampling["shown_special_ids"] = frozenset(shown)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether outputs may have calls."""
+        return self._use is not None
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether outputs must be calls, which `constraint` sees to."""
+        return self._use is not None and self._use.choice != "auto"
+
+    def constraint(self) -> Constraint | None:
+        """What the output must be for the choice to be kept; None: anything."""
+        use = self._use
+        if use is None or not self.is_forced:
+            return None
+        if use.choice == "function":
+            ((_, schema),) = use.schemas.items()
+        else:
+            schema = call_list_schema(use.schemas, use.parallel)
+        return Constraint("tools", "tools", StructuredOutputs(json=schema or {"type": "object"}))
 
     def output(self) -> OutputReader:
         """A reader for one choice."""
         if self._use is None or self._parser is None:
             return OutputReader(None)
-        return OutputReader(self._parser(self._use.schemas), self._use.parallel)
+        if self._use.choice == "function":
+            ((name, _),) = self._use.schemas.items()
+            return ArgumentsReader(name, self._id_form)
+        return OutputReader(self._parser(self._use.schemas), self._id_form, self._use.parallel)
 
 
 class OutputReader:
@@ -91,14 +126,18 @@ class OutputReader:
 
     Args:
       parser: None: all text is content.
+      id_form: see `ToolParser.CALL_IDS`.
       parallel: False: calls after the first are left out.
     """
 
-    def __init__(self, parser: ToolParser | None, parallel: bool = True) -> None:
+    def __init__(
+        self, parser: ToolParser | None, id_form: tuple[str, int] = ToolParser.CALL_IDS, parallel: bool = True
+    ) -> None:
         self.num_calls = 0
         """Calls seen so far."""
         self._parser = parser
         self._parallel = parallel
+        self._id_form = id_form
 
     def feed(self, text: str, last: bool) -> list[Piece]:
         """What `text` completes.
@@ -121,12 +160,35 @@ class OutputReader:
             return []
         index = self.num_calls
         self.num_calls += 1
-        assert self._parser is not None, "calls come from a parser"
-        return [CallStart(index, _call_id(*self._parser.CALL_IDS), call.name), CallArguments(index, call.arguments)]
+        return [CallStart(index, self._new_id(), call.name), CallArguments(index, call.arguments)]
+
+    def _new_id(self) -> str:
+        prefix, size = self._id_form
+        return prefix + "".join(secrets.choice(_ID_CHARS) for _ in range(size))
 
     def finish_reason(self, finish_reason: str | None) -> str | None:
         """The choice's reason to end, which is its calls if it ended by itself."""
         return "tool_calls" if self.num_calls and finish_reason == "stop" else finish_reason
+
+
+class ArgumentsReader(OutputReader):
+    """Reads an output that is the arguments of a function named beforehand.
+
+    Args:
+      name: the function's.
+    """
+
+    def __init__(self, name: str, id_form: tuple[str, int]) -> None:
+        super().__init__(None, id_form)
+        self._name = name
+
+    def feed(self, text: str, last: bool) -> list[Piece]:
+        """The call's beginning with the first text, then its arguments as they come."""
+        pieces: list[Piece] = []
+        if text and not self.num_calls:
+            self.num_calls = 1
+            pieces.append(CallStart(0, self._new_id(), self._name))
+        return [*pieces, CallArguments(0, text)] if text else pieces
 
 
 @dataclass(slots=True)
@@ -153,19 +215,10 @@ class Message:
                 self.calls[piece.index]["function"]["arguments"] += piece.text
 
 
-def _parser_class(tokenizer: TokenizerApi, setting: str) -> type[ToolParser]:
-    name: str | None = setting
-    if setting == AUTO_TOOL_CALL_PARSER:
-        forms = tokenizer.tool_forms
-        name = None if forms is None else detect_parser(forms.source)
-    if name is None:
-        message = (
-            "tools are not available: the chat template does not tell how this model writes calls;"
-            f" start the server with --tool_call_parser set to one of {', '.join(TOOL_CALL_PARSERS)}"
-        )
-        raise ApiError("invalid", message, param="tools")
-    return PARSERS[name]
-
-
-def _call_id(prefix: str, size: int) -> str:
-    return prefix + "".join(secrets.choice(_ID_CHARS) for _ in range(size))
+def _native_parser(tokenizer: TokenizerApi, setting: str) -> type[ToolParser] | None:
+    """The parser of the model's own format; None: it is not known."""
+    if setting != AUTO_TOOL_CALL_PARSER:
+        return PARSERS[setting]
+    forms = tokenizer.tool_forms
+    name = None if forms is None else detect_parser(forms.source)
+    return None if name is None else PARSERS[name]

@@ -24,6 +24,7 @@ from jaxserve.core import (
     RequestFailedError,
     RequestOutput,
     SamplingParams,
+    StructuredOutputs,
     Submission,
 )
 from jaxserve.text.tool_forms import ToolForms
@@ -262,6 +263,9 @@ class FakeEngine:
         self.live[submission.request_id] = stream
         self.metrics.running.set(len(self.live))
         return stream
+
+    def compile_grammar(self, wanted: StructuredOutputs) -> object:
+        return wanted
 
     def abort(self, request_id: str) -> bool:
         stream = self.live.get(request_id)

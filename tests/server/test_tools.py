@@ -6,8 +6,9 @@ import re
 import openai
 import pytest
 
+from jaxserve.testing.tiny import write_tiny_model
 from jaxserve.text.tool_forms import ToolForms
-from tests.server.running import error_of, events_of
+from tests.server.running import RunningServer, error_of, events_of
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -64,21 +65,20 @@ def test_a_call_is_a_message_with_calls_and_no_content(fake_server, fake_client)
     assert choice["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("piece", [1, 2, 3, 7, 50, 1000])
-@pytest.mark.parametrize(
-    "text", [ONE, TWO, BROKEN, BROKEN + ONE, "plain", f"{TWO}\nAnd more.", "<tool_call>", ONE[:-30]]
-)
-def test_streamed_is_whole(fake_server, fake_client, text, piece):
-    script(fake_server, text, piece)
-    choice = fake_client.post(CHAT, json=body()).json()["choices"][0]
-    events = events_of(fake_client.post(CHAT, json=body(stream=True)).text)
-    content, calls, finish = streamed(events)
-    message = choice["message"]
-    assert content == (message["content"] or "")
-    whole = [call["function"] for call in message.get("tool_calls", ())]
-    assert [{"name": call["name"], "arguments": call["arguments"]} for call in calls] == whole
-    assert finish == choice["finish_reason"] == ("tool_calls" if calls else "stop")
-    assert len({call["id"] for call in calls}) == len(calls)
+TEXTS = [ONE, TWO, BROKEN, BROKEN + ONE, "plain", f"{TWO}\nAnd more.", "<tool_call>", ONE[:-30]]
+
+
+def test_streamed_is_whole(fake_server, fake_client):
+    for text, piece in itertools.product(TEXTS, (1, 2, 3, 7, 50, 1000)):
+        script(fake_server, text, piece)
+        choice = fake_client.post(CHAT, json=body()).json()["choices"][0]
+        content, calls, finish = streamed(events_of(fake_client.post(CHAT, json=body(stream=True)).text))
+        message = choice["message"]
+        assert content == (message["content"] or "")
+        whole = [call["function"] for call in message.get("tool_calls", ())]
+        assert [{"name": call["name"], "arguments": call["arguments"]} for call in calls] == whole
+        assert finish == choice["finish_reason"] == ("tool_calls" if calls else "stop")
+        assert len({call["id"] for call in calls}) == len(calls)
 
 
 def test_a_malformed_call_is_content(fake_server, fake_client):
@@ -276,3 +276,106 @@ def test_the_openai_client_goes_through_a_whole_round(fake_server):
         assert answer.choices[0].message.content == "It is sunny."
         rendered = fake_server.engine.tokenizer.rendered["messages"]
         assert rendered[1]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
+
+
+def named(name):
+    return {"tool_choice": {"type": "function", "function": {"name": name}}}
+
+
+def test_a_named_function_is_called_with_whatever_is_written(fake_server, fake_client):
+    script(fake_server, ARGUMENTS, 2)
+    choice = fake_client.post(CHAT, json=body(**named("get_weather"))).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": ARGUMENTS}
+    assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+    submitted = fake_server.engine.submitted[-1]["params"].structured_outputs
+    assert json.loads(submitted.json) == SCHEMA
+    assert [tool["function"]["name"] for tool in fake_server.engine.tokenizer.rendered["tools"]] == ["get_weather"]
+    events = events_of(fake_client.post(CHAT, json=body(**named("get_weather"), stream=True)).text)
+    content, (call,), finish = streamed(events)
+    assert (content, call["arguments"], finish) == ("", ARGUMENTS, "tool_calls")
+    fragments = [event for event in events[:-1] if "tool_calls" in event["choices"][0]["delta"]]
+    assert len(fragments) == 1 + -(-len(ARGUMENTS) // 2), "arguments come as they are written"
+    cut = fake_client.post(CHAT, json=body(**named("get_weather"), max_tokens=4)).json()["choices"][0]
+    assert cut["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS[:8]
+    assert cut["finish_reason"] == "length"
+
+
+def test_required_calls_are_a_list(fake_server, fake_client):
+    text = f'[{{"name": "get_weather", "parameters": {ARGUMENTS}}}, {{"name": "now", "parameters": {{}}}}]'
+    script(fake_server, text)
+    choice = fake_client.post(CHAT, json=body(tool_choice="required")).json()["choices"][0]
+    functions = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert functions == [{"name": "get_weather", "arguments": ARGUMENTS}, {"name": "now", "arguments": "{}"}]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    content, calls, _ = streamed(events_of(fake_client.post(CHAT, json=body(tool_choice="required", stream=True)).text))
+    assert content == "" and [call["name"] for call in calls] == ["get_weather", "now"]
+    one = body(tool_choice="required", parallel_tool_calls=False)
+    assert fake_client.post(CHAT, json=one).status_code == 200
+    schema = json.loads(fake_server.engine.submitted[-1]["params"].structured_outputs.json)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+
+
+def test_a_format_and_tools_exclude_each_other(fake_client):
+    wanted = {"response_format": {"type": "json_object"}}
+    for choice in ({}, {"tool_choice": "required"}):
+        error = error_of(fake_client.post(CHAT, json=body(**wanted, **choice)), 400)
+        assert error["param"] == "response_format" and "leave out tools" in error["message"]
+    assert fake_client.post(CHAT, json=body(**wanted, tool_choice="none")).status_code == 200
+    assert fake_client.post(CHAT, json=body(response_format={"type": "text"})).status_code == 200
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+POINTS = {
+    "type": "object",
+    "properties": {"at": {"$ref": "#/$defs/point"}, "unit": {"enum": ["m", "ft"]}},
+    "required": ["at", "unit"],
+    "additionalProperties": False,
+    "$defs": {"point": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}},
+}
+
+
+@pytest.fixture(scope="module")
+def tool_server(make_tiny_engine, tmp_path_factory):
+    """The tiny model behind a template that knows tools."""
+    directory = write_tiny_model(tmp_path_factory.mktemp("tools") / "model", chat_template=TEMPLATE)
+    engine = make_tiny_engine(tokenizer=str(directory), max_model_len=256, table_width_buckets=(16,))
+    server = RunningServer(lambda: engine)
+    yield server
+    server.stop()
+
+
+def test_a_random_model_calls_what_it_must_with_arguments_that_fit(tool_server):
+    move = {"type": "function", "function": {"name": "move", "parameters": POINTS}}
+    fields = {"messages": [{"role": "user", "content": "go"}], "tools": [move, NOW], "temperature": 1}
+    with tool_server.client() as client:
+        for seed in range(4):
+            chosen = {"tool_choice": {"type": "function", "function": {"name": "move"}}, "seed": seed}
+            choice = client.post(CHAT, json=fields | chosen).json()["choices"][0]
+            (call,) = choice["message"]["tool_calls"]
+            arguments = json.loads(call["function"]["arguments"])
+            assert list(map(type, arguments["at"])) == [bool, bool] and arguments["unit"] in ("m", "ft")
+            assert choice["finish_reason"] == "tool_calls"
+            required = {"tool_choice": "required", "parallel_tool_calls": False, "seed": seed}
+            message = client.post(CHAT, json=fields | required).json()["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            assert message["content"] is None and call["function"]["name"] in ("move", "now")
+            if call["function"]["name"] == "move":
+                assert len(json.loads(call["function"]["arguments"])["at"]) == 2
+
+
+def test_a_real_template_gets_tools_and_calls(tool_server):
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with tool_server.client() as client:
+        ids = client.post("/tokenize", json={"messages": messages, "tools": [NOW]}).json()["tokens"]
+        prompt = client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+        assert prompt.startswith("now <|im_start|>user")
+        assert '<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>' in prompt
+        bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
+        fields = {"messages": [USER], "tools": [bad], "tool_choice": "required"}
+        assert error_of(client.post(CHAT, json=fields), 400)["param"] == "tools"
