@@ -106,20 +106,21 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     return result
 
 
-def tool_call(where: str, call_id: Any, inside: str, function: dict[str, Any]) -> dict[str, Any]:
+def tool_call(where: str, call_id: Any, inside: str, function: dict[str, Any], id_name: str = "id") -> dict[str, Any]:
     """A call as messages have it.
 
     Args:
       where: of the call.
       inside: of its function, for messages.
       function: has `name` and `arguments`.
+      id_name: the member that `call_id` is from.
 
     Raises:
       ApiError: 400 naming the member and the rule.
     """
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(call_id, str) or not call_id:
-        raise _error(f"{where}.id must be a string that is not empty")
+        raise _error(f"{where}.{id_name} must be a string that is not empty")
     if not isinstance(name, str) or not name:
         raise _error(f"{inside}.name must be a string that is not empty")
     if arguments is None or arguments == "":

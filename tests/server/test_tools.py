@@ -1,5 +1,6 @@
 """Tools in chat completions: fields, messages, calls whole and streamed."""
 
+import itertools
 import json
 import re
 
