@@ -208,6 +208,7 @@ FLAGS: tuple[Flag, ...] = (
         "Model",
         ("model", _TEXT, "smollm2-135m (demo), a Hugging Face directory, a .gguf, an Orbax directory or a hub id"),
         ("tokenizer", _TEXT, "directory or tokenizer.json, when it is not beside the weights"),
+        ("chat_template", _TEXT, "file with a Jinja chat template to use instead of the model's"),
         ("skip_tokenizer_init", _BOOL, "load no tokenizer: prompts must be token ids"),
         ("served_model_name", _TEXT, "name on the API; default: the model's last path component"),
         ("dtype", ChoiceParser(DTYPES), "of weights, activations and KV pages"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -56,12 +57,21 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self._pipeline_adds_bos = bos_id is not None and backend.encode("").ids[:1] == [bos_id]
         self.adds_bos = bos_id is not None and (self._pipeline_adds_bos if adds_bos is None else adds_bos)
-        sources = dict(chat_templates or {})
-        self.chat_template: str | None = sources.get("default")
-        self._templates = {name: ChatTemplate(text, special_tokens or {}) for name, text in sources.items()}
+        self._special_tokens = dict(special_tokens or {})
+        self._set_templates(chat_templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes, self.strips_first_space = _vocabulary_bytes(backend)
+
+    def _set_templates(self, sources: Mapping[str, str]) -> None:
+        self.chat_template: str | None = sources.get("default")
+        self._templates = {name: ChatTemplate(text, self._special_tokens) for name, text in sources.items()}
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with this Jinja template and no other."""
+        other = copy(self)
+        other._set_templates({"default": source})
+        return other
 
     @property
     def vocab_size(self) -> int:

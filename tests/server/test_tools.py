@@ -7,7 +7,7 @@ import re
 import openai
 import pytest
 
-from jaxserve.testing.tiny import write_tiny_model
+from jaxserve.testing.tiny import PAD_ID, write_tiny_model
 from jaxserve.text.tool_forms import ToolForms
 from tests.server.running import RunningServer, error_of, events_of
 
@@ -380,3 +380,22 @@ def test_a_real_template_gets_tools_and_calls(tool_server):
         bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
         fields = {"messages": [USER], "tools": [bad], "tool_choice": "required"}
         assert error_of(client.post(CHAT, json=fields), 400)["param"] == "tools"
+
+
+def test_the_formats_special_tokens_are_kept_in_the_text(make_tiny_engine, tmp_path):
+    directory = write_tiny_model(tmp_path / "model", chat_template=TEMPLATE)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        text = (directory / file).read_text()
+        (directory / file).write_text(text.replace("<|pad|>", "<tool_call>"))
+    server = RunningServer(lambda: make_tiny_engine(tokenizer=str(directory)))
+    try:
+        with server.client() as client:
+            fields = {"messages": [USER], "max_tokens": 2, "allowed_token_ids": [PAD_ID]}
+            plain = client.post(CHAT, json=fields).json()["choices"][0]["message"]
+            assert plain["content"] == ""
+            with_tools = client.post(CHAT, json=fields | {"tools": [NOW]}).json()["choices"][0]["message"]
+            assert with_tools["content"] == "<tool_call>" * 2
+            others = fields | {"tools": [NOW], "allowed_token_ids": [PAD_ID - 2]}
+            assert client.post(CHAT, json=others).json()["choices"][0]["message"]["content"] == ""
+    finally:
+        server.stop()

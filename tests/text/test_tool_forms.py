@@ -1,9 +1,12 @@
 """What templates do with tools: found out by rendering, then followed."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxserve.testing.tiny import CHATML, write_tiny_model
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tool_calls import detect_parser
 from jaxserve.text.tool_forms import find_tool_forms
 from tests.text.test_tokenizer import load
 
@@ -85,3 +88,23 @@ def test_the_tokenizer_renders_calls_with_the_template_for_tools(tmp_path):
 
 def test_without_a_template_nothing_is_known(tmp_path):
     assert load(write_tiny_model(tmp_path / "m", chat_template=None)).tool_forms is None
+
+
+def test_the_template_that_comes_with_the_project_writes_tools_calls_and_results():
+    source = (Path(__file__).parents[2] / "configs/chat_templates/chatml_tools.jinja").read_text()
+    template = ChatTemplate(source, {})
+    forms = find_tool_forms(template)
+    assert (forms.writes_tools, forms.writes_calls, detect_parser(source)) == (True, True, "hermes")
+    text = template.render(forms.fit(MESSAGES), tools=[TOOL])
+    assert text == (
+        "<|im_start|>system\nYou are a helpful assistant.\n\nYou may call these functions:\n<tools>\n"
+        '{"name": "weather", "parameters": {"type": "object", "properties": {}}}\n</tools>\n'
+        "To call one, answer with its name and arguments as JSON between tags:\n"
+        '<tool_call>\n{"name": "function", "arguments": {"key": "value"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\nHow is it?<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n'
+        "</tool_call><|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    plain = template.render([{"role": "system", "content": "Be brief."}, MESSAGES[0]], False)
+    assert plain == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow is it?<|im_end|>\n"
