@@ -47,12 +47,15 @@ def _json_source(wanted: StructuredOutputs) -> str:
         raise ValueError("structured_outputs.json is the schema false, which no document meets")
     elif not isinstance(schema, dict):
         raise ValueError(f"structured_outputs.json must be a JSON schema, an object; got {type(schema).__name__}")
-    options: dict[str, object] = {"whitespace_pattern": wanted.whitespace_pattern or BLANKS}
     if wanted.disable_any_whitespace:
-        options = {"whitespace_flexible": False}
-    # A schema's own "x-guidance", llguidance's extension, comes before the defaults and after what the request says.
-    asked = wanted.disable_any_whitespace or wanted.whitespace_pattern is not None
-    return LLMatcher.grammar_from_json_schema(text, **{"overrides" if asked else "defaults": options})
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False})
+    if wanted.whitespace_pattern is not None:
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": wanted.whitespace_pattern})
+    # llguidance's extension, by which a schema may itself say what blanks it takes.
+    own = schema.get("x-guidance") if isinstance(schema, dict) else None
+    if isinstance(own, dict) and ("whitespace_flexible" in own or "whitespace_pattern" in own):
+        return LLMatcher.grammar_from_json_schema(text)
+    return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": BLANKS})
 
 
 def _parsed(text: str) -> object:

@@ -8,7 +8,7 @@ import pytest
 from jaxserve.core import Request, SamplingParams
 from jaxserve.runtime import sampler
 from jaxserve.runtime.slot_state import SlotState, place_row, slot_row
-from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LIVE
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_GRAMMAR, FLAG_HOLD_STOPS, FLAG_LIVE
 
 VOCAB = 101
 
@@ -50,7 +50,20 @@ def columns(rows, **overrides):
 
 @pytest.fixture(scope="module")
 def sample():
-    return jax.jit(sampler.sample)
+    jitted = jax.jit(sampler.sample)
+    return lambda x, state, fields, masks=None: jitted(x, state, fields, no_masks(x) if masks is None else masks)
+
+
+def no_masks(x):
+    return jnp.zeros((x.shape[0], -(-VOCAB // 32)), jnp.uint32)
+
+
+def mask_of(ids):
+    """uint32[words] that allows `ids` alone."""
+    words = np.zeros(-(-VOCAB // 32), np.uint32)
+    for token_id in ids:
+        words[token_id // 32] |= np.uint32(1 << token_id % 32)
+    return words
 
 
 def logits(rows, seed=0):
@@ -226,3 +239,58 @@ def test_barred_ids_are_never_drawn_whatever_else_edits_the_row(sample):
     for more in (dict(temperature=0), dict(temperature=100.0), dict(top_k=50), dict(top_p=1 - 1e-6), dict(min_p=0.0)):
         drawn = sample(jnp.tile(x, (draws, 1)), state, columns(draws, **settings, **more))
         assert set(np.asarray(drawn).tolist()) <= {3, 9}, more
+
+
+BOUND = FLAG_LIVE | FLAG_GRAMMAR
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(temperature=0),
+        dict(temperature=2e-3),
+        dict(temperature=100.0),
+        dict(top_k=50),
+        dict(top_p=0.9),
+        dict(min_p=0.5),
+        dict(top_k=1),
+    ],
+    ids=str,
+)
+def test_a_masked_token_is_never_drawn_whatever_else_the_row_asks_for(sample, more):
+    draws = 500
+    x = jnp.tile(logits(1).at[0, 50].set(1e30), (draws, 1))  # the model wants what the grammar bars
+    allowed = {0, 31, 32, 100}
+    request = Request("r", (50,), SamplingParams(logit_bias={50: 100.0, 31: -100.0}, repetition_penalty=0.01))
+    state = place_row(make_state(), 0, slot_row(request, [50], -1, VOCAB))
+    settings = dict(slot=np.zeros(draws), flags=BOUND | FLAG_EDITS, repetition_penalty=0.01)
+    masks = jnp.tile(mask_of(allowed), (draws, 1))
+    drawn = sample(x, state, columns(draws, **settings, **more), masks)
+    assert set(np.asarray(drawn).tolist()) <= allowed
+
+
+def test_a_mask_leaves_the_models_weights_among_what_it_allows(sample):
+    draws, allowed = 4000, [3, 40, 96]
+    x = jnp.tile(logits(1), (draws, 1))
+    masks = jnp.tile(mask_of(allowed), (draws, 1))
+    drawn = np.asarray(sample(x, make_state(), columns(draws, slot=np.zeros(draws), flags=BOUND), masks))
+    got = np.bincount(drawn, minlength=VOCAB)[allowed] / draws
+    np.testing.assert_allclose(got, softmax(np.asarray(x)[0, allowed]), atol=0.03)
+
+
+def test_rows_without_a_grammar_are_what_they_are_without_masks(sample):
+    x = logits(4)
+    plain = sample(x, make_state(), columns(4, temperature=[0, 1, 1, 0]))
+    flags = [FLAG_LIVE, BOUND, FLAG_LIVE, FLAG_LIVE]
+    masked = sample(x, make_state(), columns(4, temperature=[0, 1, 1, 0], flags=flags), jnp.tile(mask_of([7]), (4, 1)))
+    assert masked[1] == 7 and np.asarray(masked)[[0, 2, 3]].tolist() == np.asarray(plain)[[0, 2, 3]].tolist()
+
+
+def test_held_off_stop_ids_are_let_through_where_a_grammar_allows_nothing_else(sample):
+    request = Request("r", (1,), SamplingParams(stop_token_ids=(5, 6), min_tokens=3))
+    state = place_row(make_state(), 0, slot_row(request, [], -1, VOCAB))
+    flags = BOUND | FLAG_EDITS | FLAG_HOLD_STOPS
+    for temperature in (0, 1):
+        fields = columns(1, flags=flags, temperature=temperature)
+        assert sample(logits(1), state, fields, mask_of([5])[None])[0] == 5
+        assert sample(logits(1), state, fields, mask_of([5, 9])[None])[0] == 9
