@@ -17,11 +17,12 @@ from jaxserve.server.engine_api import StreamApi
 from jaxserve.server.errors import stream_error, unfinished_error
 from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.messages import chat_end, normalize_messages
+from jaxserve.server.output_reader import CallArguments, CallStart, Content, Message, OutputReader, Piece
 from jaxserve.server.schema import ChatRequest
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage, usage_so_far
 from jaxserve.server.streaming import Answer, respond
-from jaxserve.server.tool_output import CallArguments, CallStart, Content, Message, OutputReader, Piece, ToolReading
+from jaxserve.server.tool_reading import ToolReading
 from jaxserve.server.tools import parse_tools
 
 

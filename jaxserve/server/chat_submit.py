@@ -12,7 +12,7 @@ from jaxserve.server.messages import ChatEnd
 from jaxserve.server.schema import GenerationRequest
 from jaxserve.server.service import GenerationService
 from jaxserve.server.structured_fields import Constraint
-from jaxserve.server.tool_output import ToolReading
+from jaxserve.server.tool_reading import ToolReading
 from jaxserve.server.tools import ToolUse
 
 

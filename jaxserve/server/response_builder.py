@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxserve.server.errors import ApiError
-from jaxserve.server.tool_output import CallArguments, CallStart, Content, Piece
+from jaxserve.server.output_reader import CallArguments, CallStart, Content, Piece
 
 type Event = dict[str, Any]
 

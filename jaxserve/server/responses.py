@@ -24,7 +24,7 @@ from jaxserve.server.responses_input import read_input
 from jaxserve.server.responses_schema import ResponsesRequest
 from jaxserve.server.service import GenerationService
 from jaxserve.server.streaming import Answer, respond
-from jaxserve.server.tool_output import ToolReading
+from jaxserve.server.tool_reading import ToolReading
 from jaxserve.server.tools import parse_tools
 
 

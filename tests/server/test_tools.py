@@ -309,12 +309,39 @@ def test_required_calls_are_a_list(fake_server, fake_client):
     functions = [call["function"] for call in choice["message"]["tool_calls"]]
     assert functions == [{"name": "get_weather", "arguments": ARGUMENTS}, {"name": "now", "arguments": "{}"}]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    content, calls, _ = streamed(events_of(fake_client.post(CHAT, json=body(tool_choice="required", stream=True)).text))
-    assert content == "" and [call["name"] for call in calls] == ["get_weather", "now"]
+    for piece in (1, 2, 5, 40, 1000):
+        script(fake_server, text, piece)
+        events = events_of(fake_client.post(CHAT, json=body(tool_choice="required", stream=True)).text)
+        content, calls, _ = streamed(events)
+        assert content == "" and [(call["name"], call["arguments"]) for call in calls] == [
+            ("get_weather", ARGUMENTS),
+            ("now", "{}"),
+        ]
+        if piece == 1:
+            fragments = [event for event in events[:-1] if "tool_calls" in event["choices"][0]["delta"]]
+            assert len(fragments) > len(ARGUMENTS) // 2, "arguments come as they are written"
     one = body(tool_choice="required", parallel_tool_calls=False)
     assert fake_client.post(CHAT, json=one).status_code == 200
     schema = json.loads(fake_server.engine.submitted[-1]["params"].structured_outputs.json)
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+
+
+def test_a_list_of_calls_that_was_cut_has_what_there_is_of_it(fake_server, fake_client):
+    text = f'[{{"name": "get_weather", "parameters": {ARGUMENTS}}}, {{"name": "now", "parameters": {{}}}}]'
+    for length in range(1, len(text) + 1):
+        script(fake_server, text[:length], 7)
+        fields = body(tool_choice="required")
+        choice = fake_client.post(CHAT, json=fields).json()["choices"][0]
+        content, calls, _ = streamed(events_of(fake_client.post(CHAT, json=fields | {"stream": True}).text))
+        message = choice["message"]
+        whole = [call["function"] for call in message.get("tool_calls", ())]
+        assert [{"name": call["name"], "arguments": call["arguments"]} for call in calls] == whole
+        assert content == (message["content"] or "")
+        begun = text.index(ARGUMENTS)
+        if length <= begun:
+            assert content == text[:length] and not whole
+        else:
+            assert whole[0]["arguments"] == ARGUMENTS[: length - begun]
 
 
 def test_a_format_and_tools_exclude_each_other(fake_client):

@@ -1,7 +1,8 @@
 """The `openai` package against a running server: every route it has for text, with what came back.
 
 Usage: python tools/clients/openai_client.py http://127.0.0.1:8000/v1
-Needs `openai`, and a model whose chat template writes tools. Exits with 1 at the first answer that is not as it must be.
+Needs `openai`, and a model whose chat template writes tools. Exits with 1 at the first answer that is not as it must
+be.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ def chat(api: OpenAI, model: str) -> None:
     settings = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
     whole = api.chat.completions.create(**settings, max_tokens=24).choices[0].message.content
     show("chat.completions.create", whole)
-    chunks = api.chat.completions.create(
-        **settings, max_tokens=24, stream=True, stream_options={"include_usage": True}
-    )
+    chunks = api.chat.completions.create(**settings, max_tokens=24, stream=True, stream_options={"include_usage": True})
     parts = list(chunks)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in parts if chunk.choices)
     same("chat.completions.create(stream=True)", text, whole)

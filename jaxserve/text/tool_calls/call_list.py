@@ -5,19 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.text.tool_calls.parser import ToolCall, ToolParser
-from jaxserve.text.tool_calls.source import Reading, Source
-
-
-class CallListParser(ToolParser):
-    """Reads `[{"name": ..., "parameters": {...}}, ...]`."""
-
-    FIRST = ("[",)
-
-    def read(self, source: Source) -> Reading[list[ToolCall]]:
-        """The list."""
-        return self.calls_of((yield from source.json()))
-
 
 def call_list_schema(tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> dict[str, Any]:
     """The JSON schema of such a list.
