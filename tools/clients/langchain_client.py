@@ -46,22 +46,23 @@ def main(url: str) -> None:
         same("ChatOpenAI.stream", "".join(chunk.text for chunk in chat.stream(QUESTION)), answer.text)
         tools(chat)
         for method in ("json_schema", "function_calling"):
-            reader = chat.with_structured_output(Weather, method=method)
-            got = reader.invoke("How warm is it in Paris? Use celsius.")
-            show(f"with_structured_output({method})", repr(got))
+            reader = chat.with_structured_output(Weather, method=method, strict=True)
+            show(f"with_structured_output({method})", reader.invoke("How warm is it in Paris? Use celsius."))
 
 
 def tools(chat: ChatOpenAI) -> None:
     """A call, its result, and the answer to it."""
     asked = HumanMessage("How warm is it in Paris? Use celsius.")
-    message = chat.bind_tools([get_weather], tool_choice="get_weather").invoke([asked])
+    message = chat.bind_tools([get_weather], tool_choice="get_weather", strict=True).invoke([asked])
     (call,) = message.tool_calls
     show("bind_tools(tool_choice=name)", f"{call['name']} {call['args']}")
     result: ToolMessage = get_weather.invoke(call)
     show("  the tool's result", result.content)
     show("  the answer to it", chat.invoke([asked, message, result]).text)
     streamed = None
-    for chunk in chat.bind_tools([get_weather], tool_choice="required").stream([asked]):
+    for chunk in chat.bind_tools([get_weather], tool_choice="required", strict=True, parallel_tool_calls=False).stream(
+        [asked]
+    ):
         streamed = chunk if streamed is None else streamed + chunk
     show("bind_tools(tool_choice=required).stream", [f"{c['name']} {c['args']}" for c in streamed.tool_calls])
 
