@@ -60,9 +60,8 @@ def make_llm(flags: FlagValues, dtype: str, slots: int, **settings: Any) -> LLM:
         prefill_buckets=(budget,),
         table_width_buckets=(-(-max_model_len // PAGE_SIZE),),
         page_size=PAGE_SIZE,
-        skip_tokenizer_init=True,
         enable_prefix_caching=False,  # every run computes the same prompts
-        **settings,
+        **{"skip_tokenizer_init": True} | settings,
     )
     llm.generate([[0]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     return llm

@@ -26,7 +26,7 @@ from absl import logging
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import FinishReason, RejectedError, Request, RequestFailedError, StructuredOutputs, Submission
-from jaxserve.engine.grammar_state import GrammarStates
+from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta, RequestState
 from jaxserve.engine.stats import EngineStats
@@ -142,6 +142,11 @@ class Engine:
             scheduler = self.scheduler
             usable = self.runner.scheduler_config.num_pages - 1
             return EngineLoad(scheduler.num_running, scheduler.num_waiting, scheduler.pages_owned / usable)
+
+    @property
+    def grammar_times(self) -> GrammarTimes:
+        """What grammars cost, summed over iterations."""
+        return self._grammars.times
 
     def compile_grammar(self, wanted: StructuredOutputs) -> CompiledGrammar:
         """The compiled form of a constraint; from any thread. A large one takes seconds.

@@ -1,17 +1,19 @@
 """Grammars of live requests: which tokens each row of a step may sample, and where its output ends.
 
-A request's state follows its output token by token, on the host alone; so a preemption, whatever becomes of pages and
-slots, leaves it as it is. Rules where a grammar meets the request's other settings:
+A request's state follows its output token by token, on the host alone; so a preemption, whatever becomes of pages
+and slots, leaves it as it is. Rules where a grammar meets the request's other settings:
 
 - the mask is the grammar's, less what `allowed_token_ids` and `bad_words` bar; if that leaves nothing, the request fails;
 - EOS is in it where the grammar may end, but not under `ignore_eos`, nor before `min_tokens`;
-- an output ends, with reason "stop", when its grammar allows nothing more, `min_tokens` or not. That is mostly known when
-  its last token is there; where it shows only in the next mask, the token sampled meanwhile is dropped.
+- an output ends, with reason "stop", when its grammar allows nothing more, `min_tokens` or not. That is mostly known
+  when its last token is there; where it shows only in the next mask, the token sampled meanwhile is dropped.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from absl import logging
@@ -104,6 +106,15 @@ class GrammarState:
             raise RequestFailedError(f"structured_outputs could not be followed: {self._fault}")
 
 
+@dataclass(slots=True)
+class GrammarTimes:
+    """Sums over iterations, for reports: seconds of masks, of following tokens, and tokens sampled under a mask."""
+
+    mask_s: float = 0.0
+    accept_s: float = 0.0
+    masked_tokens: int = 0
+
+
 class GrammarStates:
     """Compiles grammars, and holds the states of the live requests that have one.
 
@@ -111,6 +122,9 @@ class GrammarStates:
       tokenizer: the model's; without one there are no grammars.
       limits: of the model.
       max_bytes: longest text of a constraint.
+
+    Attributes:
+      times: what grammars cost.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, limits: ModelLimits, max_bytes: int) -> None:
@@ -119,6 +133,7 @@ class GrammarStates:
         )
         self._vocab_size = limits.vocab_size
         self._live: dict[str, GrammarState] = {}
+        self.times = GrammarTimes()
 
     @property
     def compiler(self) -> GrammarCompiler:
@@ -166,6 +181,7 @@ class GrammarStates:
 
     def masks(self, rows: Rows, bucket: Bucket) -> NDArray[np.uint32]:
         """uint32[N, ceil(V / 32)]: what `rows` may sample; other rows hold anything."""
+        began = time.perf_counter()
         # A step's own: the device may still read those of the steps in flight.
         masks = np.zeros((bucket.sample_rows, self.compiler.mask_words), np.uint32)
         try:
@@ -179,10 +195,13 @@ class GrammarStates:
             return masks
         for row, state in rows:
             state.restrict(masks[row])
+        self.times.masked_tokens += len(rows)
+        self.times.mask_s += time.perf_counter() - began
         return masks
 
     def accept(self, rows: Rows, result: StepResult, bucket: Bucket) -> None:
         """Moves the states of `rows` on by the tokens that were sampled."""
+        began = time.perf_counter()
         decode = bucket.decode_rows
         tokens = [
             (state, result.decode_tokens[row] if row < decode else result.prefill_tokens[row - decode])
@@ -191,6 +210,7 @@ class GrammarStates:
         self.compiler.accept([(state.matcher, token) for state, token in tokens if not state.over])
         for state, _ in tokens:
             state.advance()
+        self.times.accept_s += time.perf_counter() - began
 
 
 def _packed(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.uint32]:

@@ -3,8 +3,9 @@
 Every row has its own settings and its own key, `fold_in(request key, write index of the token)`, so a
 row's result depends on its logits alone: not on its slot, its batch mates or a preemption in between.
 
-Order: logit bias and held-off stop ids, penalties, the grammar's mask, temperature, top-k, top-p, min-p. The mask comes
-after everything that moves logits, so nothing brings a masked token back; top-k and the others choose from what is left.
+Order: logit bias and held-off stop ids, penalties, the grammar's mask, temperature, top-k, top-p, min-p. The mask
+comes after everything that moves logits, so nothing brings a masked token back; top-k and the others choose from what
+is left.
 Work that no row asks for is skipped by `lax.cond` on a scalar, inside one compiled program: a batch of
 greedy rows costs an argmax.
 

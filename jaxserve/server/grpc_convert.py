@@ -49,7 +49,7 @@ def constraint(message: pb.StructuredOutputs) -> Constraint:
     if kind is not None:
         values[kind] = list(message.choice.texts) if kind == "choice" else getattr(message, kind)
     for name in ("disable_any_whitespace", "whitespace_pattern"):
-        if message.HasField(name):  # type: ignore[arg-type]
+        if message.HasField(name):
             values[name] = getattr(message, name)
     try:
         return Constraint("structured_outputs", "", StructuredOutputs(**values))

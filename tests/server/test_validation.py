@@ -118,9 +118,8 @@ def test_the_largest_seeds_are_taken(client, seed):
     [
         {"suffix": "x"},
         {"best_of": 2},
-        {"response_format": {"type": "json_object"}},
         {"tools": [{"type": "function"}]},
-        {"guided_json": {}},
+        {"structural_tag": "{}"},
         {"use_beam_search": True},
     ],
 )
