@@ -14,6 +14,7 @@ from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 from jaxserve.server.messages import ChatEnd
 from jaxserve.server.structured_fields import Constraint
+from jaxserve.text.tool_forms import ToolForms
 
 INLINE_CHARS = 1000
 """Work on so many characters in all is done on the event loop (about half a millisecond); more in a thread."""
@@ -124,7 +125,11 @@ class GenerationService:
             message = f"chat_template_kwargs is too large; the limit is {MAX_VARIABLES_CHARS} characters"
             raise ApiError("invalid", message, param="chat_template_kwargs")
         tokenizer = self.engine.tokenizer
-        _check_template(tokenizer, messages, tools, param)
+        with_calls = any("tool_calls" in message for message in messages)
+        if tools or with_calls:
+            # In a thread: the first time, it renders.
+            forms = await self.run(INLINE_CHARS + 1, lambda: tokenizer.tool_forms, converts)
+            _check_forms(forms, bool(tools), with_calls, param)
         size = texts + given + CALL_CHARS * len(messages) + (num_chars(tools, INLINE_CHARS) if tools else 0)
         opens, continues = end is ChatEnd.GENERATION_PROMPT, end is ChatEnd.CONTENT
 
@@ -245,17 +250,11 @@ def _longest_token(tokenizer: TokenizerApi) -> int:
     return max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
 
 
-def _check_template(
-    tokenizer: TokenizerApi, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, param: str
-) -> None:
+def _check_forms(forms: ToolForms | None, with_tools: bool, with_calls: bool, param: str) -> None:
     """Refuses tools and calls that the template would leave out in silence."""
-    with_calls = any("tool_calls" in message for message in messages)
-    if not tools and not with_calls:
-        return
-    forms = tokenizer.tool_forms
     if forms is None:
         return  # without a template nothing can be rendered, which encode_chat says
-    if tools and not forms.writes_tools:
+    if with_tools and not forms.writes_tools:
         message = "tools are not available: the model's chat template does not write them into the prompt"
         raise ApiError("invalid", message, param="tools")
     if with_calls and not forms.writes_calls:

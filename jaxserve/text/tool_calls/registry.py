@@ -22,7 +22,9 @@ PARSERS: dict[str, type[ToolParser]] = {
 }
 """By the names that vLLM gives them."""
 
-_TAUGHT_BY = (
+_TAUGHT_BY: tuple[tuple[str, str | None], ...] = (
+    ("<arg_key>", None),  # GLM: its own tags within <tool_call>
+    ("<seed:tool_call>", None),  # Seed-OSS: <function= within tags of its own
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
     ("[TOOL_CALLS]", "mistral"),
     ("<function=", "qwen3_coder"),
@@ -33,7 +35,7 @@ _TAUGHT_BY = (
     ("<|python_tag|>", "llama3_json"),
     ('"parameters": dictionary of argument name', "llama3_json"),
 )
-"""What a template says only for that format; the first that is found decides."""
+"""What a template says only for that format, None being one without a parser; the first that is found decides."""
 
 
 def detect_parser(chat_template: str) -> str | None:

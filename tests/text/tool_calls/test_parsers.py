@@ -230,6 +230,8 @@ def test_many_beginnings_of_calls_are_content_and_quickly_seen_to_be(name):
         ("<|tool_call|>", "granite"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
         ("[func_name1(params_name1=params_value1)]", "pythonic"),
+        ("<tool_call>f<arg_key>a</arg_key>", None),
+        ("<seed:tool_call><function=f>", None),
         ("{{ message.content }}", None),
     ],
 )
