@@ -35,9 +35,9 @@ def add_response_routes(app: FastAPI, service: GenerationService, max_body_bytes
     async def responses(request: Request) -> Response:
         return await answer(service, max_body_bytes, request, _create_response)
 
-    @app.api_route("/v1/responses/{response}", methods=["GET", "DELETE"])
-    @app.get("/v1/responses/{response}/input_items")
-    @app.post("/v1/responses/{response}/cancel")
+    @app.api_route("/v1/responses/{response}", methods=["GET", "DELETE"], include_in_schema=False)
+    @app.get("/v1/responses/{response}/input_items", include_in_schema=False)
+    @app.post("/v1/responses/{response}/cancel", include_in_schema=False)
     async def kept_response(request: Request) -> Response:
         name = request.path_params["response"][:128]
         message = f"the response {name!r} does not exist: this server keeps no responses"

@@ -239,11 +239,12 @@ def test_the_template_tells_the_parser(template, name):
     assert detect_parser(template) == name
 
 
-NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
-VALUES = st.recursive(
-    st.none() | st.booleans() | NUMBERS | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+LISTS = st.lists(PLAIN, max_size=3)
+VALUES = (
+    PLAIN
+    | LISTS
+    | st.dictionaries(st.text(), PLAIN | LISTS | st.dictionaries(st.text(), LISTS, max_size=2), max_size=3)
 )
 
 
