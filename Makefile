@@ -34,7 +34,8 @@ endif
 # Apart from .venv's own packages: where libtpu is installed, jax looks for a TPU at every start.
 tpu_compile: venv
 	@test -d $(VENV)/libtpu || $(PYTHON_BIN) -m pip install --quiet --no-deps --target $(VENV)/libtpu 'libtpu>=0.0.40'
-	@JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(PYTHON_BIN) -m pytest -q -m tpu_compile tests/kernels $(ARGS)
+	@JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(PYTHON_BIN) -m pytest -q \
+		-m "tpu_compile and not slow" tests/kernels tests/runtime $(ARGS)
 
 check: venv
 	@tools/check

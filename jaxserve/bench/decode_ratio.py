@@ -20,9 +20,9 @@ from jaxserve.bench.report import Column, report
 from jaxserve.loading import LoadedModel, load_model, resolve_model
 from jaxserve.models import forward, unembed
 from jaxserve.runtime import make_mesh
-from jaxserve.runtime.kv_pool import make_pool
+from jaxserve.runtime.kv_pool import PoolLayout
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import choose_implementation, paged_attention
 
 SLOTS, CONTEXT, PAGE_SIZE = 8, 256, 16
 PAIRS = 100
@@ -51,7 +51,8 @@ def run(flags: FlagValues) -> None:
 def measure(loaded: LoadedModel, dtype: str, mesh: Any) -> dict[str, Any]:
     """Times both programs at `SLOTS` rows whose contexts hold `CONTEXT` tokens."""
     width = CONTEXT // PAGE_SIZE
-    pool = make_pool(loaded.config, SLOTS * width + 1, PAGE_SIZE, dtype, mesh)
+    implementation = choose_implementation("auto", mesh.devices.flat[0].platform)
+    pool = PoolLayout(loaded.config, mesh, PAGE_SIZE, dtype, implementation).make(SLOTS * width + 1).pages
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, loaded.config.vocab_size, SLOTS), jnp.int32)
     page_table = jnp.arange(1, SLOTS * width + 1, dtype=jnp.int32).reshape(SLOTS, width)
     full, bare = (jax.jit(_step(loaded, attends), donate_argnums=1) for attends in (True, False))

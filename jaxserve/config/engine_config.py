@@ -12,7 +12,7 @@ from jaxserve.config.checks import at_least, one_of, positive
 from jaxserve.config.policy_config import POLICY_FIELDS, SWAPPING_PREEMPTIONS, PolicyConfig
 
 DTYPES = ("float32", "bfloat16")
-KV_CACHE_DTYPES = ("auto",)
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "mosaic_gpu", "mosaic_tpu")
 MAX_PAGE_SIZE = 256
 
@@ -92,13 +92,14 @@ class EngineConfig(PolicyConfig):
       skip_tokenizer_init: load no tokenizer; prompts must be token ids and texts stay empty.
       served_model_name: name on the API; the model's last path component when None.
       seed: makes the seeds drawn for requests without one repeat from run to run; None: fresh ones.
-      dtype: of weights, activations and KV pages.
+      dtype: of weights and activations, and of KV pages unless `kv_cache_dtype` says otherwise.
       max_model_len: most tokens of a request; the model's own limit when None.
       memory_fraction: share of the device's free memory that weights, workspace and KV may use.
       num_pages: KV pages; sized from memory when None.
       swap_space: GiB of host memory for the pages of swapped requests (preemption "swap" and "auto").
       max_grammar_bytes: longest schema, expression or grammar of a request.
-      kv_cache_dtype: "auto" is `dtype`; there is no other yet.
+      kv_cache_dtype: of KV pages; "auto" is `dtype`, "fp8" is float8_e4m3fn. int8 and fp8 keep a float32 scale
+        per token and KV head.
       enable_prefix_caching: on unless set.
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
       scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.

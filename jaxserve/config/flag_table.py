@@ -263,7 +263,11 @@ FLAGS: tuple[Flag, ...] = (
         ("page_size", _INT, "tokens per KV page; a power of two up to 256"),
         ("num_pages", _INT, "KV pages, the null page included; default: as many as memory_fraction allows"),
         ("swap_space", _FLOAT, "GiB of host memory for pages of preempted requests (preemption swap and auto)"),
-        ("kv_cache_dtype", ChoiceParser(KV_CACHE_DTYPES), "of KV pages; auto: the model's"),
+        (
+            "kv_cache_dtype",
+            ChoiceParser(KV_CACHE_DTYPES),
+            "of KV pages; auto: --dtype; int8, fp8: 8 bits and a scale per token and KV head",
+        ),
         ("enable_prefix_caching", _BOOL, "keep full pages of ended requests and share them between equal beginnings"),
         ("memory_fraction", _FLOAT, "share of the free memory for weights, workspace and KV pages"),
     ),

@@ -1,4 +1,4 @@
-"""The KV pool: one array `[L, P, 2, K, S, D]` that holds every page of every layer.
+"""The KV pool: every page of every layer in one array, with scales beside it if its numbers have 8 bits.
 
 Page-major, so that a page of a layer is contiguous and a kernel copies it whole. KV heads are sharded
 over the mesh's "model" axis when they divide by it, else replicated. The pool is donated to every step
@@ -7,48 +7,117 @@ and comes back updated in place.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models import ModelConfig
+from pallas_kernels.common.pool import QUANTISED_DTYPES, pool_shape, scales_shape
 
 SWAP_BLOCK = 16
 """Pages that one program copies between the pool and the host."""
 
-
-def pool_shape(config: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
-    """`[L, P, 2, K, S, D]`."""
-    return (config.num_layers, num_pages, 2, config.num_kv_heads, page_size, config.head_dim)
+_DTYPES = {"fp8": "float8_e4m3fn"}
+"""Values of `kv_cache_dtype` that jax has another name for."""
 
 
-def pool_spec(config: ModelConfig, mesh: Mesh) -> PartitionSpec:
-    """KV heads over "model" where they divide, else replicated."""
-    divides = config.num_kv_heads % mesh.shape["model"] == 0
-    return PartitionSpec(None, None, None, "model" if divides else None)
+class KVPool(NamedTuple):
+    """Keys and values of all pages, or of a few of them (then N instead of P).
+
+    Attributes:
+      pages: `[L, P, 2, K, S, D]`, or another form of `pallas_kernels.common.pool`.
+      scales: float32 `[L, P, 2, K, S]` of int8 and float8_e4m3fn pages, else None.
+    """
+
+    pages: Any
+    scales: Any
 
 
-def pool_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
-    """`pool_spec` on the mesh's devices."""
-    return NamedSharding(mesh, pool_spec(config, mesh))
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """What the pool of an engine looks like.
+
+    Attributes:
+      config: the model.
+      mesh: devices.
+      page_size: tokens per page.
+      kv_cache_dtype: as in `EngineConfig`; not "auto".
+      implementation: of paged attention, as `choose_implementation` gives it: TPU kernels want a form of
+        their own where the head dimension is no multiple of 128.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    page_size: int
+    kv_cache_dtype: str
+    implementation: str
+
+    @property
+    def dtype(self) -> Any:
+        """Of stored keys and values."""
+        return jnp.dtype(_DTYPES.get(self.kv_cache_dtype, self.kv_cache_dtype))
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """KV heads over "model" where they divide, else replicated; of pages and of scales."""
+        divides = self.config.num_kv_heads % self.mesh.shape["model"] == 0
+        return PartitionSpec(None, None, None, "model" if divides else None)
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """`spec` on the mesh's devices."""
+        return NamedSharding(self.mesh, self.spec)
+
+    def abstract(self, num_pages: int) -> KVPool:
+        """Shapes, dtypes and shardings of a pool of `num_pages`."""
+        config = self.config
+        shape = pool_shape(
+            config.num_layers, num_pages, config.num_kv_heads, self.page_size, config.head_dim, self.implementation
+        )
+        pages = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)
+        if self.dtype.name not in QUANTISED_DTYPES:
+            return KVPool(pages, None)
+        return KVPool(pages, jax.ShapeDtypeStruct(scales_shape(shape), jnp.float32, sharding=self.sharding))
+
+    def bytes_on_a_device(self, num_pages: int) -> int:
+        """Of the share of `num_pages` that a device holds."""
+        return sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * int(x.dtype.itemsize)
+            for x in jax.tree.leaves(self.abstract(num_pages))
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page in all layers, K and V and scales, on all devices together."""
+        return sum(math.prod(x.shape) * int(x.dtype.itemsize) for x in jax.tree.leaves(self.abstract(1)))
+
+    def make(self, num_pages: int) -> KVPool:
+        """A zeroed pool, made on the devices in its sharding."""
+        shapes = self.abstract(num_pages)
+
+        def zeros() -> KVPool:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+        return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
 
 
-def make_pool(config: ModelConfig, num_pages: int, page_size: int, dtype: str, mesh: Mesh) -> jax.Array:
-    """A zeroed pool, made on the devices in its sharding."""
-    shape = pool_shape(config, num_pages, page_size)
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=pool_sharding(config, mesh))()
+def gather_pages(pool: KVPool, ids: jax.Array) -> KVPool:
+    """Pages `ids` (int32[N]) of a pool."""
+    return jax.tree.map(lambda x: x[:, ids], pool)
 
 
-def gather_pages(pool: jax.Array, ids: jax.Array) -> jax.Array:
-    """`[L, N, 2, K, S, D]`: pages `ids` (int32[N]) of a pool `[L, P, 2, K, S, D]`."""
-    return pool[:, ids]
-
-
-def scatter_pages(pool: jax.Array, block: jax.Array, ids: jax.Array) -> jax.Array:
+def scatter_pages(pool: KVPool, block: KVPool, ids: jax.Array) -> KVPool:
     """The pool with pages `ids` replaced by those of `block`, one slice after another, as that is done in place."""
 
-    def write(index: jax.Array, pool: jax.Array) -> jax.Array:
-        page = jax.lax.dynamic_slice_in_dim(block, index, 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(pool, page, ids[index], axis=1)
+    def write(index: jax.Array, pool: KVPool) -> KVPool:
+        def write_one(x: jax.Array, new: jax.Array) -> jax.Array:
+            page = jax.lax.dynamic_slice_in_dim(new, index, 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(x, page, ids[index], axis=1)
+
+        return jax.tree.map(write_one, pool, block)
 
     return jax.lax.fori_loop(0, ids.shape[0], write, pool)

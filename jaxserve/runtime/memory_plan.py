@@ -112,7 +112,7 @@ def make_plan(
             raise ValueError(
                 f"{format_bytes(allowed_bytes)} are allowed (memory_fraction) and {format_bytes(allowed_bytes - left)}"
                 " are taken before the KV pool, which leaves no room for a page; raise memory_fraction, or lower"
-                " max_num_seqs, max_num_batched_tokens or dtype"
+                " max_num_seqs, max_num_batched_tokens, dtype or kv_cache_dtype"
             )
     elif num_pages * page_bytes > left:
         raise ValueError(

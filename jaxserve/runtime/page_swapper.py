@@ -15,12 +15,9 @@ from collections import deque
 from collections.abc import Sequence as Items
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
-from jaxserve.models import ModelConfig
-from jaxserve.runtime.kv_pool import SWAP_BLOCK, pool_shape
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout
 from jaxserve.runtime.programs import ProgramTable
 from jaxserve.scheduler.plan import PageSwap
 
@@ -29,22 +26,18 @@ class PageSwapper:
     """Owns the host pool.
 
     Args:
-      model_config, page_size, dtype: of the KV pool.
+      kv: of the KV pool.
       num_host_pages: pages of the host pool.
       programs: with compiled swaps.
     """
 
-    def __init__(
-        self, model_config: ModelConfig, page_size: int, dtype: str, num_host_pages: int, programs: ProgramTable
-    ) -> None:
+    def __init__(self, kv: PoolLayout, num_host_pages: int, programs: ProgramTable) -> None:
         self._programs = programs
-        # [L, H, 2, K, S, D], as the KV pool.
-        self._pages: NDArray[np.generic] = np.zeros(
-            pool_shape(model_config, num_host_pages, page_size), jnp.dtype(dtype)
-        )
-        self._outgoing: deque[tuple[jax.Array, Items[int]]] = deque()  # blocks and their host pages
+        shapes = kv.abstract(num_host_pages)
+        self._host: KVPool = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        self._outgoing: deque[tuple[KVPool, Items[int]]] = deque()  # blocks and their host pages
 
-    def run(self, pool: jax.Array, swaps: Items[PageSwap]) -> jax.Array:
+    def run(self, pool: KVPool, swaps: Items[PageSwap]) -> KVPool:
         """Starts the copies of one plan, in order.
 
         Returns:
@@ -63,25 +56,31 @@ class PageSwapper:
         """Stores every block on its way; waits for those that the device has not finished."""
         while self._outgoing:
             block, host_pages = self._outgoing.popleft()
-            self._pages[:, host_pages] = np.asarray(block)[:, : len(host_pages)]
+            for stored, new in zip(jax.tree.leaves(self._host), jax.tree.leaves(block), strict=True):
+                stored[:, host_pages] = np.asarray(new)[:, : len(host_pages)]
 
-    def warm_up(self, pool: jax.Array) -> jax.Array:
+    def warm_up(self, pool: KVPool) -> KVPool:
         """Runs both programs once, on the null page."""
         block = self._programs.gather(pool, self._padded(()))
         return self._programs.scatter(pool, block, self._padded(()))
 
-    def _send(self, pool: jax.Array, pages: Items[int], host_pages: Items[int]) -> None:
+    def _send(self, pool: KVPool, pages: Items[int], host_pages: Items[int]) -> None:
         block = self._programs.gather(pool, self._padded(pages))
-        block.copy_to_host_async()
+        for array in jax.tree.leaves(block):
+            array.copy_to_host_async()
         self._outgoing.append((block, host_pages))
 
-    def _fetch(self, pool: jax.Array, pages: Items[int], host_pages: Items[int]) -> jax.Array:
+    def _fetch(self, pool: KVPool, pages: Items[int], host_pages: Items[int]) -> KVPool:
         # A request hardly ever comes back within the iteration that sent it away; then this waits.
         if any(not set(host_pages).isdisjoint(on_their_way) for _, on_their_way in self._outgoing):
             self.settle()
-        layers, _, *page = self._pages.shape
-        block = np.zeros((layers, SWAP_BLOCK, *page), self._pages.dtype)
-        block[:, : len(host_pages)] = self._pages[:, host_pages]
+
+        def block_of(stored: np.ndarray) -> np.ndarray:
+            block = np.zeros((stored.shape[0], SWAP_BLOCK, *stored.shape[2:]), stored.dtype)
+            block[:, : len(host_pages)] = stored[:, host_pages]
+            return block
+
+        block = jax.tree.map(block_of, self._host)
         return self._programs.scatter(pool, self._programs.put_pages(block), self._padded(pages))
 
     def _padded(self, pages: Items[int]) -> jax.Array:

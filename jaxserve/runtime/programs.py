@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.core import JaxserveError, MissingBucketError
-from jaxserve.models import ModelConfig, partition_spec
-from jaxserve.runtime.kv_pool import SWAP_BLOCK, gather_pages, pool_shape, pool_sharding, scatter_pages
+from jaxserve.models import partition_spec
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout, gather_pages, scatter_pages
 from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row
 from jaxserve.runtime.steps import Forwarded, make_step, sample_step
 from jaxserve.tables import Bucket, TableLayout
@@ -33,34 +33,20 @@ class ProgramTable:
     """Compiles and holds the step programs, the samplers and the slot-placement program.
 
     Args:
-      config: the model.
+      kv: model, devices and KV pool.
       params: weights on their devices; only shapes and shardings are used.
-      mesh: devices.
-      page_size, max_num_seqs, dtype: of pool and state.
-      implementation: of paged attention.
+      max_num_seqs: slots.
+      dtype: of weights and activations.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        params: Any,
-        mesh: Mesh,
-        *,
-        page_size: int,
-        max_num_seqs: int,
-        dtype: str,
-        implementation: str,
-    ) -> None:
-        self._config = config
-        self._mesh = mesh
-        self._page_size = page_size
+    def __init__(self, kv: PoolLayout, params: Any, *, max_num_seqs: int, dtype: str) -> None:
+        self._kv = kv
         self._dtype = dtype
-        self._implementation = implementation
-        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._replicated = NamedSharding(kv.mesh, PartitionSpec())
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        self._state = self._on_mesh(abstract_slot_state(max_num_seqs, config.vocab_size))
+        self._state = self._on_mesh(abstract_slot_state(max_num_seqs, kv.config.vocab_size))
         # As the output layer leaves them: every device has its part of the vocabulary.
-        self._logits_sharding = NamedSharding(mesh, partition_spec(config, (None, "vocab"), mesh))
+        self._logits_sharding = NamedSharding(kv.mesh, partition_spec(kv.config, (None, "vocab"), kv.mesh))
         self._steps: dict[Bucket, Any] = {}
         self._samplers: dict[int, Any] = {}
         self._measured: dict[tuple[Bucket, int], Any] = {}
@@ -100,10 +86,10 @@ class ProgramTable:
         Raises:
           JaxserveError: pages would not be written in place.
         """
-        pool, block = self._pool(num_pages), self._pool(SWAP_BLOCK)
+        pool, block = self._kv.abstract(num_pages), self._kv.abstract(SWAP_BLOCK)
         ids = self._on_mesh(jax.ShapeDtypeStruct((SWAP_BLOCK,), jnp.int32))
-        self._gather = jax.jit(gather_pages, out_shardings=block.sharding).lower(pool, ids).compile()
-        scatter = jax.jit(scatter_pages, donate_argnums=0, out_shardings=pool.sharding)
+        self._gather = jax.jit(gather_pages, out_shardings=self._kv.sharding).lower(pool, ids).compile()
+        scatter = jax.jit(scatter_pages, donate_argnums=0, out_shardings=self._kv.sharding)
         self._scatter = scatter.lower(pool, block, ids).compile()
         _check_in_place("the program that writes swapped pages", self._scatter, pool)
 
@@ -111,30 +97,37 @@ class ProgramTable:
         """A host array on every device."""
         return jax.device_put(array, self._replicated)
 
-    def put_pages(self, pages: Any) -> jax.Array:
-        """A host array `[L, N, 2, K, S, D]`, sharded as the pool is."""
-        return jax.device_put(pages, pool_sharding(self._config, self._mesh))
+    def put_pages(self, pages: KVPool) -> KVPool:
+        """Pages on the host, sent to the devices and sharded as the pool is."""
+        return jax.device_put(pages, self._kv.sharding)
 
     def compile(self, bucket: Bucket, num_pages: int) -> Any:
-        """Compiles the step of one bucket for a pool of `num_pages`."""
+        """Compiles the step of one bucket for a pool of `num_pages`.
+
+        Raises:
+          ValueError: the attention implementation lacks something that the model or the pool needs.
+        """
         layout = TableLayout(bucket)
-        step = make_step(self._config, self._mesh, layout, self._page_size, self._implementation)
-        pool = self._pool(num_pages)
+        step = make_step(self._kv, layout)
+        pool = self._kv.abstract(num_pages)
         ints = self._on_mesh(jax.ShapeDtypeStruct((layout.int_size,), jnp.int32))
         forwarded = Forwarded(self._logits_sharding, self._replicated, self._replicated)
-        jitted = jax.jit(step, donate_argnums=1, out_shardings=(pool.sharding, forwarded))
+        jitted = jax.jit(step, donate_argnums=1, out_shardings=(self._kv.sharding, forwarded))
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
-            return jitted.lower(self._params, pool, self._state.last_token, ints).compile()
+            try:
+                return jitted.lower(self._params, pool, self._state.last_token, ints).compile()
+            except NotImplementedError as error:
+                raise ValueError(f"attention on this device: {error}") from error
 
     def compile_sampler(self, rows: int) -> Any:
         """Compiles the sampler of `rows` sample rows."""
-        state = self._state
-        logits = jax.ShapeDtypeStruct((rows, self._config.vocab_size), jnp.float32, sharding=self._logits_sharding)
+        state, vocab_size = self._state, self._kv.config.vocab_size
+        logits = jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32, sharding=self._logits_sharding)
         others = self._on_mesh(
             (
                 jax.ShapeDtypeStruct((len(SAMPLE_INTS), rows), jnp.int32),
                 jax.ShapeDtypeStruct((len(SAMPLING_FLOATS) * rows,), jnp.float32),
-                jax.ShapeDtypeStruct((rows, mask_words(self._config.vocab_size)), jnp.uint32),
+                jax.ShapeDtypeStruct((rows, mask_words(vocab_size)), jnp.uint32),
             )
         )
         jitted = jax.jit(
@@ -153,7 +146,7 @@ class ProgramTable:
         program, sampler = self.compile(bucket, num_pages), self.compile_sampler(bucket.sample_rows)
         self._measured = {(bucket, num_pages): program}
         self._samplers = {bucket.sample_rows: sampler}
-        shape = (bucket.sample_rows, self._config.vocab_size)
+        shape = (bucket.sample_rows, self._kv.config.vocab_size)
         logits_bytes = 4 * math.prod(self._logits_sharding.shard_shape(shape))
         return max(_workspace(program), logits_bytes + _workspace(sampler))
 
@@ -165,7 +158,7 @@ class ProgramTable:
         """
         rows = sorted({bucket.sample_rows for bucket in buckets}.difference(self._samplers), reverse=True)
         total = len(buckets) + len(rows) + 1
-        pool = self._pool(num_pages)
+        pool = self._kv.abstract(num_pages)
         self._place = (
             jax.jit(place_row, donate_argnums=0, out_shardings=jax.tree.map(lambda _: self._replicated, self._state))
             .lower(self._state, self._on_mesh(jax.ShapeDtypeStruct((), jnp.int32)), self._abstract_row())
@@ -193,13 +186,6 @@ class ProgramTable:
 
     def _measured_or_compiled(self, bucket: Bucket, num_pages: int) -> Any:
         return self._measured.get((bucket, num_pages)) or self.compile(bucket, num_pages)
-
-    def _pool(self, num_pages: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            pool_shape(self._config, num_pages, self._page_size),
-            jnp.dtype(self._dtype),
-            sharding=pool_sharding(self._config, self._mesh),
-        )
 
     def _abstract_row(self) -> SlotRow:
         return SlotRow(
@@ -229,11 +215,12 @@ def _workspace(program: Any) -> int:
     return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
-def _check_in_place(name: str, program: Any, pool: jax.ShapeDtypeStruct) -> None:
+def _check_in_place(name: str, program: Any, pool: KVPool) -> None:
     """Raises JaxserveError if a program returns another pool than it was given, or copies it on its way."""
     analysis = program.memory_analysis()
-    local_shape = pool.sharding.shard_shape(pool.shape)
-    pool_bytes = math.prod(local_shape) * pool.dtype.itemsize
+    local_shapes = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(pool)]
+    sizes = zip(local_shapes, jax.tree.leaves(pool), strict=True)
+    pool_bytes = sum(math.prod(shape) * x.dtype.itemsize for shape, x in sizes)
     if analysis.alias_size_in_bytes < pool_bytes:
         raise JaxserveError(
             f"{name} aliases {analysis.alias_size_in_bytes} bytes; the KV pool has"
@@ -241,7 +228,7 @@ def _check_in_place(name: str, program: Any, pool: jax.ShapeDtypeStruct) -> None
         )
     # A copy of the pool is temporary memory of its size; the text, which is long, is read only then.
     if analysis.temp_size_in_bytes >= pool_bytes:
-        copies = _copies(program.as_text(), {pool.shape, local_shape})
+        copies = _copies(program.as_text(), {pool.pages.shape, local_shapes[0]})
         if copies:
             raise JaxserveError(f"{name} copies the KV pool of {pool_bytes} bytes every time: {', '.join(copies)}")
 

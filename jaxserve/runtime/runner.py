@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.models import ModelConfig
-from jaxserve.runtime.kv_pool import SWAP_BLOCK, make_pool, pool_shape, pool_sharding
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
 from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, make_plan, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
@@ -27,6 +27,7 @@ from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, slot_row
 from jaxserve.runtime.steps import StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.tables import Bucket, BucketTable, StepTables, TableBuilder
+from pallas_kernels.paged_attention import choose_implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +111,14 @@ class ModelRunner:
         self._config = config
         self._mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._programs = ProgramTable(
+        self._kv = PoolLayout(
             model_config,
-            params,
             mesh,
-            page_size=config.page_size,
-            max_num_seqs=config.max_num_seqs,
-            dtype=config.dtype,
-            implementation=config.attention_implementation,
+            config.page_size,
+            config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            choose_implementation(config.attention_implementation, mesh.devices.flat[0].platform),
         )
+        self._programs = ProgramTable(self._kv, params, max_num_seqs=config.max_num_seqs, dtype=config.dtype)
         shape = config.scheduler_config(max_model_len=max_model_len, num_pages=2)
         self.buckets = BucketTable(
             shape,
@@ -141,17 +141,15 @@ class ModelRunner:
 
     @property
     def page_bytes(self) -> int:
-        """Of a page's K and V in all layers and on all devices."""
-        return math.prod(pool_shape(self._model_config, 1, self._config.page_size)) * _itemsize(self._config.dtype)
+        """Of a page in all layers, K and V and scales, on all devices together."""
+        return self._kv.page_bytes
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Allocates the pool, compiles every bucket and runs each once on padding."""
         config = self._config
         buckets = self.buckets.all()
         self._programs.warm_up(buckets, self.memory_plan.num_pages, progress)
-        self._pool = make_pool(
-            self._model_config, self.memory_plan.num_pages, config.page_size, config.dtype, self._mesh
-        )
+        self._pool = self._kv.make(self.memory_plan.num_pages)
         self._state = self._programs.make_state()
         words = mask_words(self._model_config.vocab_size)
         self._no_masks = {
@@ -160,13 +158,7 @@ class ModelRunner:
         }
         if config.swaps:
             self._programs.compile_swaps(self.memory_plan.num_pages)
-            self._swapper = PageSwapper(
-                self._model_config,
-                config.page_size,
-                config.dtype,
-                self.memory_plan.num_host_pages,
-                self._programs,
-            )
+            self._swapper = PageSwapper(self._kv, self.memory_plan.num_host_pages, self._programs)
             self._pool = self._swapper.warm_up(self._pool)
         for bucket in buckets:
             outputs = self._run(bucket, *self._send_empty(bucket))
@@ -175,8 +167,15 @@ class ModelRunner:
         self._place(self.scheduler_config.max_num_seqs, slot_row(request, [], -1, self._model_config.vocab_size))
 
     def fill_pool(self, value: float) -> None:
-        """Overwrites every page with `value`: NaN shows a read of what nobody wrote. For tests; compiles."""
-        self._pool = jax.jit(lambda pool: jax.numpy.full_like(pool, value), donate_argnums=0)(self._pool)
+        """Overwrites every page with `value`: NaN shows a read of what nobody wrote. For tests; compiles.
+
+        An int8 pool, which has no NaN, has its scales overwritten.
+        """
+
+        def fill(x: jax.Array) -> jax.Array:
+            return jax.numpy.full_like(x, value) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) else x
+
+        self._pool = jax.jit(lambda pool: jax.tree.map(fill, pool), donate_argnums=0)(self._pool)
 
     def prepare(
         self,
@@ -259,8 +258,7 @@ class ModelRunner:
         if device.platform == "cpu":
             # Host "devices" share one memory, and the weights are in it already.
             free = free // self._mesh.size + weights
-        page = pool_shape(self._model_config, 1, config.page_size)
-        page_bytes = _bytes_on_a_device(page, config.dtype, pool_sharding(self._model_config, self._mesh))
+        page_bytes = self._kv.bytes_on_a_device(1)
         state = abstract_slot_state(config.max_num_seqs, self._model_config.vocab_size)
         most_pages = config.max_num_seqs * shape.pages_per_seq + 1
         allowed = int(free * config.memory_fraction)
@@ -288,8 +286,4 @@ class ModelRunner:
 
 
 def _bytes_on_a_device(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
-    return math.prod(sharding.shard_shape(shape)) * _itemsize(dtype)
-
-
-def _itemsize(dtype: Any) -> int:
-    return int(jax.numpy.dtype(dtype).itemsize)
+    return math.prod(sharding.shard_shape(shape)) * int(jax.numpy.dtype(dtype).itemsize)

@@ -13,15 +13,16 @@ padding write, so no row needs a branch.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxserve.core import MAX_LOGPROBS
 from jaxserve.models import Attend, ModelConfig, forward, unembed
-from jaxserve.runtime.kv_pool import pool_spec
+from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import SlotState
 from jaxserve.tables import Bucket
@@ -61,29 +62,26 @@ class StepOutputs(NamedTuple):
     prompt_scores: TokenScores
 
 
-def make_step(config: ModelConfig, mesh: Mesh, layout: TableLayout, page_size: int, implementation: str) -> Any:
+def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
     """The function that computes the logits of one bucket.
 
     Args:
-      config: the model.
-      mesh: devices.
+      kv: model, devices and KV pool.
       layout: field places of the bucket.
-      page_size: tokens per page.
-      implementation: of paged attention.
 
     Returns:
       `step(params, pool, last_token, ints) -> (pool, Forwarded)`, to be jitted with `pool` donated.
     """
-    bucket = layout.bucket
+    config, bucket = kv.config, layout.bucket
     rows = bucket.decode_rows
 
-    def step(params: Any, pool: jax.Array, last_token: jax.Array, ints: jax.Array) -> tuple[jax.Array, Forwarded]:
+    def step(params: Any, pool: KVPool, last_token: jax.Array, ints: jax.Array) -> tuple[KVPool, Forwarded]:
         fields = layout.unpack_ints(ints)
         token_ids = jnp.concatenate([last_token[fields["decode_slot"]], fields["prefill_tokens"]])
         positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])
-        page_ids, offsets = _write_places(fields, positions, rows, page_size)
+        page_ids, offsets = _write_places(fields, positions, rows, kv.page_size)
 
-        attend = _make_attend(config, mesh, bucket, fields, page_ids, offsets, implementation)
+        attend = _make_attend(kv, bucket, fields, page_ids, offsets)
         hidden, pool = forward(config, params, token_ids, positions, attend, pool)
         logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
         prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
@@ -112,13 +110,7 @@ def sample_step(
 
 
 def _make_attend(
-    config: ModelConfig,
-    mesh: Mesh,
-    bucket: Bucket,
-    fields: dict[str, Any],
-    page_ids: jax.Array,
-    offsets: jax.Array,
-    implementation: str,
+    kv: PoolLayout, bucket: Bucket, fields: dict[str, Any], page_ids: jax.Array, offsets: jax.Array
 ) -> Attend:
     """What a layer does with its K and V: keep them in their pages, and attend over the pages.
 
@@ -126,55 +118,49 @@ def _make_attend(
     Where the heads do not divide, every device holds and attends to all of them.
     """
     rows = bucket.decode_rows
-    pool = pool_spec(config, mesh)
-    heads = PartitionSpec(None, pool[3])
+    heads = PartitionSpec(None, kv.spec[3])
 
     def attend(
-        layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, sliding_window: int | None
-    ) -> tuple[jax.Array, jax.Array]:
+        layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPool, sliding_window: int | None
+    ) -> tuple[jax.Array, KVPool]:
         def local(
-            layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, tables: dict[str, Any]
-        ) -> tuple[jax.Array, jax.Array]:
-            cache = write_kv(cache, layer, k, v, tables["page_ids"], tables["offsets"])
+            layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPool, tables: dict[str, Any]
+        ) -> tuple[jax.Array, KVPool]:
+            cache = _write(cache, layer, k, v, tables["page_ids"], tables["offsets"])
+            over_pages = partial(
+                paged_attention,
+                scales=cache.scales,
+                sliding_window=sliding_window,
+                implementation=kv.implementation,
+            )
             outputs = []
             if rows:
-                outputs.append(
-                    paged_attention(
-                        q[:rows],
-                        cache,
-                        layer,
-                        tables["decode_pages"],
-                        tables["decode_position"] + 1,
-                        sliding_window=sliding_window,
-                        implementation=implementation,
-                    )
-                )
+                contexts = tables["decode_position"] + 1
+                outputs.append(over_pages(q[:rows], cache.pages, layer, tables["decode_pages"], contexts))
             if bucket.prefill_tokens:
-                outputs.append(
-                    paged_attention(
-                        q[rows:],
-                        cache,
-                        layer,
-                        tables["prefill_pages"],
-                        tables["prefill_context"],
-                        tables["prefill_starts"],
-                        sliding_window=sliding_window,
-                        implementation=implementation,
-                    )
-                )
+                chunks = (tables["prefill_pages"], tables["prefill_context"], tables["prefill_starts"])
+                outputs.append(over_pages(q[rows:], cache.pages, layer, *chunks))
             return jnp.concatenate(outputs), cache
 
         everywhere = PartitionSpec()
         tables = fields | {"page_ids": page_ids, "offsets": offsets}
         return jax.shard_map(
             local,
-            mesh=mesh,
-            in_specs=(everywhere, heads, heads, heads, pool, everywhere),
-            out_specs=(heads, pool),
+            mesh=kv.mesh,
+            in_specs=(everywhere, heads, heads, heads, kv.spec, everywhere),
+            out_specs=(heads, kv.spec),
             check_vma=False,
         )(jnp.asarray(layer, jnp.int32), q, k, v, cache, tables)
 
     return attend
+
+
+def _write(
+    cache: KVPool, layer: jax.Array, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array
+) -> KVPool:
+    if cache.scales is None:
+        return KVPool(write_kv(cache.pages, layer, k, v, page_ids, offsets), None)
+    return KVPool(*write_kv(cache.pages, layer, k, v, page_ids, offsets, cache.scales))
 
 
 def _write_places(

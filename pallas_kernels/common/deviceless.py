@@ -34,7 +34,7 @@ class Target:
       topology: libtpu's name of the smallest slice, or XLA's description file of a GPU.
       bandwidth, flops: of HBM in bytes/s and of bfloat16 matrix products in 1/s, as the vendor states them.
       clock: 1/s, highest; of a TPU what follows from `flops` and the size of its matrix units.
-      num_cores: multiprocessors that share `flops`; 1 on TPU.
+      num_cores: multiprocessors, or TPU cores behind one device, that share both.
     """
 
     name: str
@@ -55,7 +55,7 @@ TARGETS = {
     target.name: target
     for target in (
         Target("v5e", "tpu", "v5e:2x2", 0.82e12, 197e12, 1.5e9),
-        Target("v5p", "tpu", "v5p:2x2x1", 2.77e12, 459e12, 1.75e9),
+        Target("v5p", "tpu", "v5p:2x2x1", 2.77e12, 459e12, 1.75e9, 2),
         Target("v6e", "tpu", "v6e:2x2", 1.64e12, 918e12, 1.75e9),
         Target("v7x", "tpu", "tpu7x:2x2x1", 3.69e12, 1153e12, 2.2e9),
         Target("sm_90a", "cuda", "h200.pbtxt", 4.8e12, 989e12, 1.98e9, 132),

@@ -19,6 +19,20 @@ QUANTISED_DTYPES = ("int8", "float8_e4m3fn")
 """Pool dtypes that come with scales."""
 
 
+def pool_shape(
+    num_layers: int, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, implementation: str
+) -> tuple[int, ...]:
+    """The shape of a pool in the form that `implementation` of paged attention takes and that costs least memory.
+
+    Args:
+      implementation: a name in `IMPLEMENTATIONS`, not "auto".
+    """
+    parts, width = 2, head_dim
+    if implementation == "mosaic_tpu" and head_dim % 128:
+        parts, width = (2, -(-head_dim // 128) * 128) if 2 * head_dim % 128 else (1, 2 * head_dim)
+    return (num_layers, num_pages, parts, num_kv_heads, page_size, width)
+
+
 def check_pool_form(shape: tuple[int, ...], dim: int) -> None:
     """Refuses a pool of `shape` that is none of the three forms for head dimension `dim`.
 

@@ -100,10 +100,10 @@ def specs(small: bool) -> Iterator[Spec]:
         yield prefill_spec(rows, chunk, context, **_LLAMA_8B)
 
 
-def make_inputs(spec: Spec) -> tuple[Any, ...]:
+def make_inputs(spec: Spec, implementation: str) -> tuple[Any, ...]:
     """(q, pool, page_table, context_lens, query_starts, scales) of full rows in scattered pages."""
     rng = np.random.default_rng(0)
-    q, pool, *_ = spec.abstract_args()
+    q, pool, *_ = spec.abstract_args(implementation)
     keys = jax.random.split(jax.random.key(0), 2)
     stored = jax.random.normal(keys[0], pool.shape, jnp.bfloat16)
     stored, scales = quantise(stored, pool.dtype) if spec.kv_dtype else (stored.astype(pool.dtype), None)
@@ -196,7 +196,7 @@ def _cudnn(layer: int, q: jax.Array, rest: Any) -> jax.Array:
 
 def measure(spec: Spec, implementation: str, peaks: tuple[float, float], repeats: int) -> Iterator[Figure]:
     """A figure per contender."""
-    inputs = make_inputs(spec)
+    inputs = make_inputs(spec, implementation)
     queries = spec.num_tokens // spec.num_rows
     seen = spec.num_tokens * (spec.table_width * spec.page_size - (queries - 1) / 2)  # (query, key) pairs
     flops = 4 * seen * spec.num_heads * spec.head_dim

@@ -71,15 +71,15 @@ def paged_attention_mosaic_gpu(
     scoring = Scoring(float(scale), sliding_window, logit_softcap, 0 if query_starts is None else group)
     where = _Where(pool, jnp.reshape(layer, (1,)).astype(jnp.int32), page_table.astype(jnp.int32), scales)
     if query_starts is None:
-        rows = _tile_rows(group, pool, prefill=False)
+        rows = tile_rows(group, pool, prefill=False)
         bounds = layouts.decode_bounds(context_lens, sliding_window)
         kept = next(kept for kept in ROWS_KEPT if kept >= group)
         tiles = Tiles(_query_parts(_rows_by_tile(q, kv_heads, kept, rows)), bounds)
         out = _run_mma(tiles, where, sinks, scoring, rows, kept, q.dtype, interpret)
         return out.reshape(-1, kept, dim)[:, :group].reshape(q.shape)
 
-    wgmma = q.dtype == pool.dtype == jnp.bfloat16 and dim in WGMMA_HEAD_DIMS and (interpret or on_hopper())
-    rows = TILE_ROWS if wgmma else _tile_rows(group, pool, prefill=True)
+    wgmma = takes_wgmma(q, pool) and (interpret or on_hopper())
+    rows = TILE_ROWS if wgmma else tile_rows(group, pool, prefill=True)
     tile_map = layouts.prefill_tiles(q.shape[0], context_lens, query_starts, rows // group, sliding_window)
     by_tile = layouts.gather_tiles(q, tile_map.tokens, kv_heads, rows)
     if wgmma:
@@ -126,6 +126,11 @@ def _run_mma(
     return out if lse is None else combine_splits(out, lse, rows_kept, dtype)
 
 
+def takes_wgmma(q: jax.Array, pool: jax.Array) -> bool:
+    """Whether prefill of these is the WGMMA kernel's, on Hopper."""
+    return bool(q.dtype == pool.dtype == jnp.bfloat16) and pool.shape[5] in WGMMA_HEAD_DIMS
+
+
 def on_hopper() -> bool:
     """Whether the program is traced for compute capability 9.0: the mesh's device, else the default one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -166,7 +171,7 @@ def _listed(values: tuple[object, ...]) -> str:
     return ", ".join(map(str, values))
 
 
-def _tile_rows(group: int, pool: jax.Array, prefill: bool) -> int:
+def tile_rows(group: int, pool: jax.Array, prefill: bool) -> int:
     """Query rows of a tile of the mma kernel: the fewest that hold a group; in prefill what registers allow.
 
     With 16 rows four warps share the columns of the output, so D must be a multiple of 32; else 32 rows.

@@ -61,7 +61,7 @@ def paged_attention_mosaic_tpu(
         it does.
     """
     _check_forms(q, pool, scales)
-    form = _form(q, pool, query_starts, scale, sliding_window, logit_softcap, sinks)
+    form = form_of(q, pool, query_starts, scale, sliding_window, logit_softcap, sinks is not None)
     if not interpret:
         _check_compiles(form, pool, q.shape[-1])
     if query_starts is None:
@@ -99,16 +99,16 @@ def _check_forms(q: jax.Array, pool: jax.Array, scales: jax.Array | None) -> Non
         raise ValueError(f"scales are {scales.shape} for a pool {pool.shape}; they must be {wanted}")
 
 
-def _form(
+def form_of(
     q: jax.Array,
     pool: jax.Array,
     query_starts: jax.Array | None,
-    scale: float,
-    sliding_window: int | None,
-    logit_softcap: float | None,
-    sinks: jax.Array | None,
+    scale: float = 1.0,
+    sliding_window: int | None = None,
+    logit_softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> Form:
-    """What is static about the call."""
+    """What is static about a call; of arrays only shapes and dtypes are used."""
     _, _, parts, kv_heads, page_size, width = pool.shape
     quantised = pool.dtype.name in QUANTISED_DTYPES
     dtype = q.dtype if quantised else jnp.promote_types(q.dtype, pool.dtype)
@@ -133,7 +133,7 @@ def _form(
         parts=parts,
         dtype=dtype,
         quantised=quantised,
-        has_sinks=sinks is not None,
+        has_sinks=has_sinks,
         scale=float(scale),
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.pool import pool_shape, scales_shape
 from pallas_kernels.paged_attention.api import paged_attention
 
 
@@ -42,35 +43,35 @@ class Spec:
     prefill: bool = False
     kv_dtype: str = ""
 
-    @property
-    def pool_shape(self) -> tuple[int, ...]:
-        """[L, P, 2, K, S, D]."""
-        return (self.num_layers, self.num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
+    def pool_shape(self, implementation: str) -> tuple[int, ...]:
+        """[L, P, 2, K, S, D], or the form that `implementation` takes instead."""
+        sizes = (self.num_layers, self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        return pool_shape(*sizes, implementation)
 
     @property
     def pool_dtype(self) -> Any:
         """Of stored keys and values."""
         return jnp.dtype(self.kv_dtype or self.dtype)
 
-    @property
-    def pool_bytes(self) -> int:
+    def pool_bytes(self, implementation: str) -> int:
         """Of the whole pool, scales left out."""
-        return math.prod(self.pool_shape) * int(self.pool_dtype.itemsize)
+        return math.prod(self.pool_shape(implementation)) * int(self.pool_dtype.itemsize)
 
-    def abstract_args(self) -> tuple[Any, ...]:
+    def abstract_args(self, implementation: str) -> tuple[Any, ...]:
         """(q, pool, layer, page_table, context_lens, query_starts, scales) as ShapeDtypeStructs or None."""
 
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
 
+        pool = self.pool_shape(implementation)
         return (
             jax.ShapeDtypeStruct((self.num_tokens, self.num_heads, self.head_dim), jnp.dtype(self.dtype)),
-            jax.ShapeDtypeStruct(self.pool_shape, self.pool_dtype),
+            jax.ShapeDtypeStruct(pool, self.pool_dtype),
             ints(),
             ints(self.num_rows, self.table_width),
             ints(self.num_rows),
             ints(self.num_rows + 1) if self.prefill else None,
-            jax.ShapeDtypeStruct(self.pool_shape[:5], jnp.float32) if self.kv_dtype else None,
+            jax.ShapeDtypeStruct(scales_shape(pool), jnp.float32) if self.kv_dtype else None,
         )
 
     def attend(self, implementation: str) -> Callable[..., jax.Array]:
@@ -91,7 +92,7 @@ class Spec:
 _SMOLLM2_135M = dict(num_heads=9, num_kv_heads=3, head_dim=64, num_layers=30, num_pages=513)
 _LLAMA_8B = dict(num_heads=32, num_kv_heads=8, head_dim=128, num_layers=32, num_pages=2049)
 _GEMMA_12B = dict(num_heads=16, num_kv_heads=8, head_dim=256, num_layers=48, num_pages=2049)
-_PHI_3_MINI = dict(num_heads=32, num_kv_heads=32, head_dim=96, num_layers=32, num_pages=2049)
+_PHI_3_MINI = dict(num_heads=32, num_kv_heads=32, head_dim=96, num_layers=32, num_pages=1025)
 _PAGES_OF_128 = dict(page_size=128, num_pages=257)
 
 SPECS: tuple[Spec, ...] = (

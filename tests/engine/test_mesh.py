@@ -31,19 +31,20 @@ import jax
 from jaxserve.core import JaxserveError
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.runtime import make_mesh
+from jaxserve.runtime.kv_pool import PoolLayout
 from jaxserve.runtime.programs import ProgramTable, _check_in_place
 from jaxserve.tables import Bucket
 mesh = make_mesh(int(sys.argv[2]))
 loaded = load_model(resolve_model(sys.argv[1]), "float32", mesh=mesh)
-programs = ProgramTable(loaded.config, loaded.params, mesh, page_size=16, max_num_seqs=4, dtype="float32",
-                        implementation="cpu")
+kv = PoolLayout(loaded.config, mesh, 16, "float32", "cpu")
+programs = ProgramTable(kv, loaded.params, max_num_seqs=4, dtype="float32")
 if sys.argv[3:] == ["unpartitioned"]:
     jax.shard_map = lambda function, **_: function
 found = []
 for bucket in (Bucket(4, 0, 0, 4), Bucket(4, 16, 4, 4)):
     program = programs.compile(bucket, 2000)
     try:
-        _check_in_place(bucket.name, program, programs._pool(2000))
+        _check_in_place(bucket.name, program, kv.abstract(2000))
         found.append(program.memory_analysis().temp_size_in_bytes)
     except JaxserveError as e:
         found.append(str(e))

@@ -47,14 +47,13 @@ def test_measures_are_taken_once(tmp_path):
     assert take(tmp_path) == []
 
 
-def test_spills_and_copies_of_the_pool_fail():
+def test_spills_on_gpu_and_copies_of_the_pool_fail():
     gpu, tpu = TARGETS["sm_90a"], TARGETS["v5e"]
     verdict = compile_check._verdict
     assert verdict(gpu, DECODE, 0, (Measures(instructions=1000),)) == "compiled, not run"
-    assert verdict(gpu, DECODE, 0, (Measures(spilled=1, instructions=1000),)) == "FAILED: 1 spilled, 0 allowed"
-    assert verdict(tpu, DECODE, 0, (Measures(spilled=125, instructions=1000),)) == "compiled, not run"
-    assert "126 spilled" in verdict(tpu, DECODE, 0, (Measures(spilled=126, instructions=1000),))
-    assert "it is copied" in verdict(gpu, DECODE, DECODE.pool_bytes, ())
+    assert verdict(gpu, DECODE, 0, (Measures(spilled=1, instructions=1000),)) == "FAILED: 1 bytes spilled"
+    assert verdict(tpu, DECODE, 0, (Measures(spilled=126, instructions=1000),)) == "compiled, not run"
+    assert "it is copied" in verdict(gpu, DECODE, DECODE.pool_bytes("mosaic_gpu"), ())
 
 
 def test_the_share_compares_a_turns_bytes_with_its_instructions():
@@ -62,6 +61,12 @@ def test_the_share_compares_a_turns_bytes_with_its_instructions():
     assert roofline_share(TARGETS["sm_90a"], DECODE, Measures(loop=3568)) == pytest.approx(0.5, rel=0.01)
     assert roofline_share(TARGETS["sm_90a"], DECODE, Measures(loop=100)) == 1.0
     assert roofline_share(TARGETS["sm_90a"], DECODE, Measures()) is None
+
+
+def test_the_share_follows_the_block_sizes_of_the_kernel():
+    """8 heads by 256 tokens are 1 MiB: at 0.82 TB/s 1,918 clocks. 64 query rows by 64 tokens: 554 clocks."""
+    assert roofline_share(TARGETS["v5e"], DECODE, Measures(loop=3836)) == pytest.approx(0.5, rel=0.01)
+    assert roofline_share(TARGETS["sm_90a"], PREFILL, Measures(loop=1108)) == pytest.approx(0.5, rel=0.01)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_tpu"])

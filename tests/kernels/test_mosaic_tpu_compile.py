@@ -69,7 +69,7 @@ def in_turn(specs):
 
 def pool_shape(one):
     """In one of the forms that the kernel takes: packed for D = 64, padded to 128 below 128."""
-    layers, pages, _, kv_heads, page_size, dim = one.pool_shape
+    layers, pages, _, kv_heads, page_size, dim = one.pool_shape("mosaic_tpu")
     return (layers, pages, 1 if dim == 64 else 2, kv_heads, page_size, max(128, dim))
 
 
@@ -99,7 +99,7 @@ def step(options, pool, scales, q, table, context, starts, pages, offsets, sinks
 
 def compile_step(target, one, *, sinks=False, **options):
     """The compiled step, its pool and scales donated."""
-    q, _, _, table, context, starts, scales = one.abstract_args()
+    q, _, _, table, context, starts, scales = one.abstract_args("mosaic_tpu")
     pool = jax.ShapeDtypeStruct(pool_shape(one), one.pool_dtype)
     places = jax.ShapeDtypeStruct((one.num_tokens,), jnp.int32)
     logits = jax.ShapeDtypeStruct((one.num_heads,), jnp.float32) if sinks else None

@@ -1,7 +1,6 @@
-"""Steps of a Llama-3.1-8B shape with the kernels inside, compiled for devices that this machine lacks."""
+"""Steps of real models' shapes with the kernels inside, compiled for devices that this machine lacks."""
 
 import json
-import math
 from pathlib import Path
 
 import jax
@@ -9,49 +8,75 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.models import abstract_params, model_config_from_hf, param_shardings, stack_layers
+from jaxserve.runtime.kv_pool import PoolLayout
 from jaxserve.runtime.programs import ProgramTable, _check_in_place
 from jaxserve.tables import Bucket
 from pallas_kernels.common.deviceless import TARGETS, make_mesh, missing
 
-MODEL = Path(__file__).parents[2] / "configs/models/llama-3.1-8b.json"
+MODELS = Path(__file__).parents[2] / "configs/models"
 PAGES = 1025
+BUCKETS = [Bucket(64, 0, 0, 128), Bucket(64, 512, 8, 128)]
 
 
-@pytest.mark.parametrize(
-    ("target", "num_devices"),
-    [
-        pytest.param("v5e", 4, marks=pytest.mark.tpu_compile),
-        pytest.param("v6e", 1, marks=pytest.mark.tpu_compile),
-        pytest.param("sm_90a", 1, marks=pytest.mark.gpu_compile),
-    ],
-)
-@pytest.mark.parametrize("bucket", [Bucket(64, 0, 0, 128), Bucket(64, 512, 8, 128)], ids=lambda bucket: bucket.name)
-def test_a_step_of_llama_8b_compiles_with_kernels_and_does_not_copy_the_pool(target, num_devices, bucket):
+def make_programs(target, num_devices, model, page_size, kv_cache_dtype):
+    """The pool's layout and the programs, uncompiled; skips where the compiler is not installed."""
     target = TARGETS[target]
     if missing(target):
         pytest.skip(missing(target))
     mesh = make_mesh(target, num_devices)
-    config = model_config_from_hf(json.loads(MODEL.read_text()))
+    config = model_config_from_hf(json.loads((MODELS / f"{model}.json").read_text()))
     shapes = jax.eval_shape(stack_layers, abstract_params(config, jnp.bfloat16))
     shardings = param_shardings(config, mesh, stacked=True)
     params = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
-    programs = ProgramTable(
-        config,
-        params,
-        mesh,
-        page_size=16,
-        max_num_seqs=64,
-        dtype="bfloat16",
-        implementation=target.implementation,
-    )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    kv = PoolLayout(config, mesh, page_size, kv_cache_dtype, target.implementation)
+    return kv, ProgramTable(kv, params, max_num_seqs=64, dtype="bfloat16")
+
+
+FORMS = [
+    ("v5e", 4, "llama-3.1-8b", 16, "bfloat16"),
+    ("v6e", 1, "llama-3.1-8b", 16, "bfloat16"),
+    ("sm_90a", 1, "llama-3.1-8b", 16, "bfloat16"),
+    ("v6e", 1, "llama-3.1-8b", 128, "int8"),
+    ("sm_90a", 1, "llama-3.1-8b", 16, "fp8"),
+    ("v5e", 1, "smollm2-135m", 16, "bfloat16"),
+    ("sm_90a", 1, "smollm2-135m", 16, "bfloat16"),
+]
+"""Target, devices, model, page size, dtype of KV pages."""
+
+
+def every_form(*, steps):
+    """FORMS with their markers; the steps of a large model take minutes to compile."""
+
+    def markers(target, model):
+        yield pytest.mark.tpu_compile if TARGETS[target].platform == "tpu" else pytest.mark.gpu_compile
+        if steps and model != "smollm2-135m":
+            yield pytest.mark.slow
+
+    forms = [pytest.param(*form, marks=tuple(markers(form[0], form[2]))) for form in FORMS]
+    return pytest.mark.parametrize(("target", "num_devices", "model", "page_size", "kv_cache_dtype"), forms)
+
+
+@every_form(steps=True)
+@pytest.mark.parametrize("bucket", BUCKETS, ids=lambda bucket: bucket.name)
+def test_a_step_compiles_with_kernels_and_does_not_copy_the_pool(
+    target, num_devices, model, page_size, kv_cache_dtype, bucket
+):
+    kv, programs = make_programs(target, num_devices, model, page_size, kv_cache_dtype)
+    with jax.sharding.use_abstract_mesh(kv.mesh.abstract_mesh):
         program = programs.compile(bucket, PAGES)
-    pool = programs._pool(PAGES)
-    _check_in_place(bucket.name, program, pool)
-    pool_bytes = math.prod(pool.sharding.shard_shape(pool.shape)) * 2
-    assert pool_bytes == 32 * PAGES * 2 * 8 * 16 * 128 * 2 // num_devices
+    _check_in_place(bucket.name, program, kv.abstract(PAGES))
+    pool_bytes = kv.bytes_on_a_device(PAGES)
+    if (model, kv_cache_dtype) == ("llama-3.1-8b", "bfloat16"):
+        assert pool_bytes == 32 * PAGES * 2 * 8 * 16 * 128 * 2 // num_devices
     analysis = program.memory_analysis()
     assert analysis.alias_size_in_bytes >= pool_bytes
     assert analysis.temp_size_in_bytes < pool_bytes
     text = program.as_text()
-    assert ("tpu_custom_call" if target.platform == "tpu" else "mosaic_gpu") in text
+    assert ("tpu_custom_call" if TARGETS[target].platform == "tpu" else "mosaic_gpu") in text
+
+
+@every_form(steps=False)
+def test_swaps_write_pages_in_place(target, num_devices, model, page_size, kv_cache_dtype):
+    kv, programs = make_programs(target, num_devices, model, page_size, kv_cache_dtype)
+    programs.compile_swaps(PAGES)  # raises if the pool is not aliased, or copied
+    assert programs.scatter.memory_analysis().temp_size_in_bytes < kv.bytes_on_a_device(PAGES) / 8

@@ -1,5 +1,6 @@
 """Compiled programs: in place, no copy of the pool, and a hard error for what was not compiled."""
 
+import jax
 import pytest
 
 from jaxserve.config import EngineConfig
@@ -36,7 +37,7 @@ def test_workspace_does_not_grow_with_the_pool(runner, bucket):
     page = 2 * 2 * 2 * 16 * 16 * 4
     assert large.memory_analysis().alias_size_in_bytes >= 900 * page
     with pytest.raises(JaxserveError, match="would be copied"):
-        _check_in_place(f"the step of bucket {bucket.name}", small, programs._pool(900))
+        _check_in_place(f"the step of bucket {bucket.name}", small, programs._kv.abstract(900))
 
 
 def test_a_missing_bucket_is_a_hard_error(runner):
@@ -46,7 +47,7 @@ def test_a_missing_bucket_is_a_hard_error(runner):
 
 def test_planned_kv_bytes_are_the_pools_real_bytes(runner):
     runner.warm_up()
-    assert runner.memory_plan.kv_bytes == runner._pool.nbytes
+    assert runner.memory_plan.kv_bytes == sum(x.nbytes for x in jax.tree.leaves(runner._pool))
     assert runner.memory_plan.state_bytes == sum(x.nbytes for x in runner._state)
     assert runner.memory_plan.max_tokens == 8 * 16
 
