@@ -86,6 +86,7 @@ def _settings(flags: FlagValues, config: EngineConfig) -> BatchSettings:
         allow_changed_input=flags.allow_changed_input,
         fail_on_error=flags.fail_on_error,
         drain_grace_s=flags.drain_grace_s,
+        tool_call_parser=flags.tool_call_parser,
     )
 
 

@@ -82,7 +82,7 @@ class BatchCommand:
 
     async def _answer_lines(self) -> int:
         settings = self._job.settings
-        service = GenerationService(self._engine)
+        service = GenerationService(self._engine, settings.tool_call_parser)
         self._runner = BatchRunner(service, self._write, settings.window, settings.in_order)
         self._display.begin()
         ticker = asyncio.create_task(self._tick())

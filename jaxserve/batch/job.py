@@ -10,6 +10,7 @@ from jaxserve.batch.records import RequestLine
 from jaxserve.batch.request_file import RequestFile
 from jaxserve.batch.result_file import ResultFile
 from jaxserve.batch.tally import Tally
+from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class BatchSettings:
       allow_changed_input: go on though the output has custom_ids that the input lacks.
       fail_on_error: a line with an error makes the exit status non-zero.
       drain_grace_s: seconds that lines in progress get after the first signal.
+      tool_call_parser: name of the parser of tool calls, or "auto".
     """
 
     input: str
@@ -34,6 +36,7 @@ class BatchSettings:
     allow_changed_input: bool = False
     fail_on_error: bool = False
     drain_grace_s: float = 30.0
+    tool_call_parser: str = AUTO_TOOL_CALL_PARSER
 
 
 class BatchJob:

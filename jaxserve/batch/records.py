@@ -21,7 +21,7 @@ import orjson
 
 from jaxserve.server.errors import KINDS, ApiError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 ID_PREFIX = "batch_req_"
 DUPLICATE = "duplicate_custom_id"
 _ID = re.compile(ID_PREFIX + "([0-9]{1,18})")

@@ -18,10 +18,15 @@ from jaxserve.batch.records import RequestLine, Result, answered, refused
 from jaxserve.server.chat import begin_chat_completion
 from jaxserve.server.completions import begin_completion
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.responses import begin_response
 from jaxserve.server.service import GenerationService
 from jaxserve.server.streaming import Answer, collect
 
-_ROUTES = {"/v1/chat/completions": begin_chat_completion, "/v1/completions": begin_completion}
+_ROUTES = {
+    "/v1/chat/completions": begin_chat_completion,
+    "/v1/completions": begin_completion,
+    "/v1/responses": begin_response,
+}
 _NO_HEADERS: Mapping[str, str] = {}
 
 

@@ -27,6 +27,7 @@ from jaxserve.config.flag_parsers import (
     TextParser,
 )
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
+from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER, TOOL_CALL_PARSERS
 
 ENGINE_COMMANDS = frozenset({"server", "batch"})
 """Commands that take every engine flag."""
@@ -207,6 +208,7 @@ FLAGS: tuple[Flag, ...] = (
         "Model",
         ("model", _TEXT, "smollm2-135m (demo), a Hugging Face directory, a .gguf, an Orbax directory or a hub id"),
         ("tokenizer", _TEXT, "directory or tokenizer.json, when it is not beside the weights"),
+        ("chat_template", _TEXT, "file with a Jinja chat template to use instead of the model's"),
         ("skip_tokenizer_init", _BOOL, "load no tokenizer: prompts must be token ids"),
         ("served_model_name", _TEXT, "name on the API; default: the model's last path component"),
         ("dtype", ChoiceParser(DTYPES), "of weights, activations and KV pages"),
@@ -298,6 +300,14 @@ FLAGS: tuple[Flag, ...] = (
             "origins whose web pages may read answers (CORS), or *; default: none",
         ),
         ("max_body_bytes", _COUNT, 8 << 20, "largest request body"),
+    ),
+    Flag(
+        "tool_call_parser",
+        "Tools",
+        ChoiceParser((AUTO_TOOL_CALL_PARSER, *TOOL_CALL_PARSERS)),
+        "how the model writes tool calls; auto: as its chat template tells",
+        AUTO_TOOL_CALL_PARSER,
+        ENGINE_COMMANDS,
     ),
     *_server(
         "Operation",

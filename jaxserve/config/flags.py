@@ -91,7 +91,7 @@ def engine_config_from_flags(values: absl_flags.FlagValues) -> EngineConfig:
       SystemExit: settings that break a rule, after naming them.
     """
     settings: dict[str, Any] = {field.name: values[field.name].value for field in fields(EngineConfig)}
-    for name in ("tokenizer", "served_model_name", "trace_file"):
+    for name in ("tokenizer", "chat_template", "served_model_name", "trace_file"):
         settings[name] = settings[name] or None
     try:
         return EngineConfig(**settings)

@@ -51,6 +51,7 @@ class SamplingParams:
         distribution (before bias, penalties and temperature).
       prompt_logprobs: the same for each prompt position.
       skip_special_tokens: leave special tokens out of the text.
+      shown_special_ids: special tokens that are text all the same, for those who parse it.
       structured_outputs: what the output's text must be; None: anything.
 
     Raises:
@@ -76,6 +77,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: frozenset[int] = frozenset()
     structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -68,7 +68,9 @@ class Engine:
         resolved = resolve_model(config.model, lambda done, total, what: self._progress("weights", done, total, what))
         self.config = config
         self.model_name = config.served_model_name or resolved.served_name
-        self._tokenizer = None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer)
+        self._tokenizer = (
+            None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer, config.chat_template)
+        )
         self._mesh = make_mesh(config.tensor_parallel_size)
         loaded = load_model(
             resolved,

@@ -94,19 +94,22 @@ class LLM:
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[dict[str, Any]] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes conversations through the model's chat template.
 
         Args:
           messages: one conversation, or several.
+          tools: functions that the model may call, in OpenAI's form; calls are in the text, as the model writes them
+            (`jaxserve.text.tool_calls` reads them).
 
         Raises:
           ValueError: the model has no chat template, or it refuses the messages.
         """
         if messages and isinstance(messages[0], dict):
             messages = [messages]  # type: ignore[list-item]
-        prompts = [self.engine.tokenizer.encode_chat(list(conversation)) for conversation in messages]
+        prompts = [self.engine.tokenizer.encode_chat(list(conversation), tools=tools) for conversation in messages]
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def _output(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestOutput:

@@ -88,7 +88,10 @@ class RequestState:
         params = request.params
         self._detokenizer = (
             IncrementalDetokenizer(
-                tokenizer, list(request.prompt_token_ids), skip_special_tokens=params.skip_special_tokens
+                tokenizer,
+                list(request.prompt_token_ids),
+                skip_special_tokens=params.skip_special_tokens,
+                shown_special_ids=params.shown_special_ids,
             )
             if tokenizer
             else None

@@ -47,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         drain_grace_s=flags.drain_grace_s,
         http=http,
         tls=tls,
+        tool_call_parser=flags.tool_call_parser,
     )
     # jax reports every backend that is not there; what is used shows in the memory plan.
     logging.getLogger("jax").setLevel(logging.WARNING)

@@ -12,14 +12,18 @@ from starlette.responses import Response
 
 from jaxserve.core import RequestOutput
 from jaxserve.server.auth import key_tenant
+from jaxserve.server.chat_submit import Conversation, submit_chat
 from jaxserve.server.engine_api import StreamApi
 from jaxserve.server.errors import stream_error, unfinished_error
 from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.messages import chat_end, normalize_messages
+from jaxserve.server.output_reader import CallArguments, CallStart, Content, Message, OutputReader, Piece
 from jaxserve.server.schema import ChatRequest
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage, usage_so_far
 from jaxserve.server.streaming import Answer, respond
+from jaxserve.server.tool_reading import ToolReading
+from jaxserve.server.tools import parse_tools
 
 
 async def create_chat_completion(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
@@ -39,28 +43,45 @@ async def begin_chat_completion(
     service.check_ready(spec.model)
     messages = normalize_messages(spec.messages)
     end = chat_end(messages, spec.add_generation_prompt, spec.continue_final_message)
-    kept = spec.kept_tokens(service.engine.max_model_len)
-    prompt = await service.encode_chat(messages, end, spec.chat_template_kwargs, param="messages")
-    if kept is not None:
-        prompt = prompt[-kept:]
+    conversation = Conversation(
+        messages,
+        "messages",
+        end,
+        spec.chat_template_kwargs,
+        parse_tools(spec.tools, spec.tool_choice, spec.parallel_tool_calls),
+    )
     logprobs = (spec.top_logprobs or 0) if spec.logprobs else None
-    wanted, grammar = await service.constrain(spec.constraint) if spec.constrained else (None, None)
-    params = spec.sampling_params(max_tokens=spec.max_tokens, logprobs=logprobs, structured_outputs=wanted)
     request_id = spec.request_id or new_request_id("chatcmpl")
-    streams = service.submit([prompt], lambda _: params, request_id, spec.terms(headers, tenant), grammar)
-    return _Answer(service, spec, request_id, streams[0])
+    stream, reading = await submit_chat(
+        service,
+        spec,
+        conversation,
+        request_id,
+        spec.terms(headers, tenant),
+        max_tokens=spec.max_tokens,
+        logprobs=logprobs,
+    )
+    return _Answer(service, spec, request_id, stream, reading)
 
 
 class _Answer:
     """Renders one chat's outputs."""
 
-    def __init__(self, service: GenerationService, spec: ChatRequest, request_id: str, stream: StreamApi) -> None:
+    def __init__(
+        self,
+        service: GenerationService,
+        spec: ChatRequest,
+        request_id: str,
+        stream: StreamApi,
+        reading: ToolReading,
+    ) -> None:
         self.request_id = request_id
         self.streams: Sequence[StreamApi] = [stream]
         self.is_stream = bool(spec.stream)
         self._engine = service.engine
         self._spec = spec
         self._stream = stream
+        self._reading = reading
         self._head = {"id": request_id, "created": int(time.time()), "model": self._engine.model_name}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -75,11 +96,15 @@ class _Answer:
             if self._spec.logprobs:
                 top = self._spec.top_logprobs or 0
                 logprobs = chat_logprobs(self._engine.tokenizer, choice.token_ids, choice.logprobs or [], top)
+            reader = self._reading.output()
+            message = Message()
+            for piece in reader.feed(choice.text, True):
+                message.add(piece)
             entry: dict[str, Any] = {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(message),
                 "logprobs": logprobs,
-                "finish_reason": choice.finish_reason,
+                "finish_reason": reader.finish_reason(choice.finish_reason),
                 "stop_reason": choice.stop_reason,
             }
             if self._spec.return_token_ids:
@@ -103,7 +128,7 @@ class _Answer:
         writer = ChunkWriter({"object": "chat.completion.chunk"} | self._head, spec.include_usage)
         if spec.return_token_ids:
             writer.extra_first = member("prompt_token_ids", self._stream.prompt_token_ids)
-        begun: set[int] = set()
+        readers: dict[int, OutputReader] = {}
         num_tokens = 0
         try:
             async for delta in self._stream:
@@ -112,11 +137,13 @@ class _Answer:
                     raise error
                 before = self._usage_so_far(num_tokens)
                 num_tokens += len(delta.token_ids)
-                if delta.index not in begun:
-                    begun.add(delta.index)
+                if delta.index not in readers:
+                    readers[delta.index] = self._reading.output()
                     yield writer.chunk(delta.index, _ROLE, more=b',"logprobs":null', usage=before)
+                reader = readers[delta.index]
+                payloads = [_payload(piece) for piece in reader.feed(delta.text, bool(delta.finish_reason))]
                 shown = spec.logprobs or spec.return_token_ids
-                if not delta.text and not delta.finish_reason and not (shown and delta.token_ids):
+                if not payloads and not delta.finish_reason and not (shown and delta.token_ids):
                     continue
                 more = b',"logprobs":null'
                 if spec.logprobs:
@@ -125,9 +152,13 @@ class _Answer:
                     more = member("logprobs", entries)
                 if spec.return_token_ids:
                     more += member("token_ids", delta.token_ids)
-                payload = b'"delta":{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b'"delta":{}'
-                finish = finish_members(delta.finish_reason, delta.stop_reason)
-                yield writer.chunk(delta.index, payload, finish, more, self._usage_so_far(num_tokens))
+                if not payloads or (delta.finish_reason and reader.num_calls):
+                    payloads.append(_NOTHING)  # clients look for a call's end in a chunk of its own
+                for payload in payloads[:-1]:
+                    yield writer.chunk(delta.index, payload, more=more, usage=self._usage_so_far(num_tokens))
+                    more = b',"logprobs":null'  # of the delta, told once
+                finish = finish_members(reader.finish_reason(delta.finish_reason), delta.stop_reason)
+                yield writer.chunk(delta.index, payloads[-1], finish, more, self._usage_so_far(num_tokens))
         except Exception as exc:
             yield error_event(stream_error(exc, self._engine.state))
             return
@@ -144,3 +175,25 @@ class _Answer:
 
 
 _ROLE = b'"delta":{"role":"assistant","content":""}'
+_NOTHING = b'"delta":{}'
+
+
+def _message(message: Message) -> dict[str, Any]:
+    answer: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.calls:
+        answer["content"] = message.content or None
+        answer["tool_calls"] = message.calls
+    return answer
+
+
+def _payload(piece: Piece) -> bytes:
+    """The delta that tells a piece."""
+    if isinstance(piece, Content):
+        return b'"delta":{"content":' + orjson.dumps(piece.text) + b"}"
+    call: dict[str, Any] = {"index": piece.index}
+    match piece:
+        case CallStart():
+            call |= {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
+        case CallArguments():
+            call |= {"function": {"arguments": piece.text}}
+    return b'"delta":{"tool_calls":[' + orjson.dumps(call) + b"]}"

@@ -6,12 +6,13 @@ members in use here keeps HTTP and gRPC thin, and free of anything that loads ja
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
 from jaxserve.core import Logprob, RequestOutput, StructuredOutputs, Submission
+from jaxserve.text.tool_forms import ToolForms
 
 TokenLogprobs = dict[int, Logprob]
 """Of one position: the chosen token and the alternatives asked for."""
@@ -32,9 +33,12 @@ class TokenizerApi(Protocol):
     def strips_first_space(self) -> bool: ...
     @property
     def chat_template(self) -> str | None: ...
+    @property
+    def tool_forms(self) -> ToolForms | None: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int) -> str: ...
+    def token_id(self, token: str) -> int | None: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def encode_chat(
         self,
@@ -42,6 +46,7 @@ class TokenizerApi(Protocol):
         /,
         add_generation_prompt: bool = True,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]: ...

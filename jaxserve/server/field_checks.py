@@ -31,8 +31,6 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     # field: values that ask for nothing
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "structural_tag": (),
@@ -57,6 +55,9 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 """Fields of OpenAI's and vLLM's APIs that this version does not have."""
 REASONS = {
     "suffix": "the model goes on at a text's end and cannot be told what follows",
+    "functions": "it is the older form of tools; use tools",
+    "function_call": "it is the older form of tool_choice; use tools and tool_choice",
+    "store": "nothing is kept once a request has been answered",
     "use_beam_search": "outputs are sampled, each on its own",
 }
 """Why, where a client may wonder."""
@@ -70,15 +71,16 @@ def refuse_unsupported(body: Mapping[str, Any], elsewhere: Mapping[str, tuple[An
       path: that route.
     """
     for name, harmless in NOT_SUPPORTED.items():
-        if _asks(body.get(name), harmless):
+        if asks(body.get(name), harmless):
             reason = f": {REASONS[name]}" if name in REASONS else ""
             raise field_error(name, f"{name} is not supported{reason}; leave it out")
     for name, harmless in elsewhere.items():
-        if _asks(body.get(name), harmless):
+        if asks(body.get(name), harmless):
             raise field_error(name, f"{name} is a field of {path}; leave it out here")
 
 
-def _asks(value: Any, harmless: tuple[Any, ...]) -> bool:
+def asks(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """Whether a field's value asks for something."""
     return value is not None and not any(type(value) is type(other) and value == other for other in harmless)
 
 

@@ -1,6 +1,7 @@
 """The HTTP application: routes, the error map's HTTP side, and nothing else.
 
     POST /v1/completions  /v1/chat/completions     generation
+    POST /v1/responses                             generation  (`responses`)
     POST /v1/embeddings                            501
     GET  /v1/models  /v1/models/{id}               the served model
     POST /tokenize  /detokenize                    GET /tokenizer_info    (`token_routes`)
@@ -32,6 +33,7 @@ from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import error_response
 from jaxserve.server.operator_routes import add_operator_routes, add_probes
+from jaxserve.server.responses import add_response_routes
 from jaxserve.server.schema import ChatRequest, CompletionRequest
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
@@ -57,6 +59,7 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(Exception, _unexpected)
     _add_generation(app, own_service, settings.max_body_bytes)
+    add_response_routes(app, own_service, settings.max_body_bytes)
     _add_models(app, own_service)
     add_token_routes(app, own_service, settings.max_body_bytes)
     add_probes(app, engine, settings)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import uvicorn
 
+from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
 from jaxserve.server.console import StartupDisplay
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
@@ -43,6 +44,7 @@ class ServerSettings:
       drain_grace_s: seconds that open requests get after the first signal.
       http: the HTTP front's own settings; its keys, guards and body limit hold for gRPC too.
       tls: for both fronts; None: plain text.
+      tool_call_parser: see `GenerationService`.
     """
 
     host: str = "127.0.0.1"
@@ -51,6 +53,7 @@ class ServerSettings:
     drain_grace_s: float = 30.0
     http: HttpSettings = field(default_factory=HttpSettings)
     tls: TlsFiles | None = None
+    tool_call_parser: str = AUTO_TOOL_CALL_PARSER
 
 
 class _HttpServer(uvicorn.Server):
@@ -82,7 +85,7 @@ class Launcher:
           The process's exit status.
         """
         settings = self._settings
-        service = GenerationService(self._engine)
+        service = GenerationService(self._engine, settings.tool_call_parser)
         try:
             http_socket = bind(settings.host, settings.http_port)
             grpc_server = GrpcServer(service, settings.host, settings.grpc_port, settings.http, settings.tls)

@@ -228,6 +228,9 @@ class CompletionRequest(GenerationRequest):
             "chat_template_kwargs": ({},),
             "max_completion_tokens": (),
             "top_logprobs": (),
+            "tools": ([],),
+            "tool_choice": ("none", "auto"),
+            "parallel_tool_calls": (True, False),
         },
     )
     ROOM = DEFAULT_COMPLETION_TOKENS
@@ -275,6 +278,9 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
         """Rules between a chat's fields."""
@@ -290,7 +296,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TokenizeRequest(BaseModel):
-    """POST /tokenize: a text, or messages through the chat template."""
+    """POST /tokenize: a text, or messages (and tools) through the chat template."""
 
     model_config = ConfigDict(strict=True)
     model: str | None = None
@@ -300,6 +306,7 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
 from jaxserve.core import NO_TERMS, SamplingParams, StructuredOutputs, Submission, Terms
 from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 from jaxserve.server.messages import ChatEnd
 from jaxserve.server.structured_fields import Constraint
+from jaxserve.text.tool_forms import ToolForms
 
 INLINE_CHARS = 1000
 """Work on so many characters in all is done on the event loop (about half a millisecond); more in a thread."""
@@ -31,10 +33,12 @@ class GenerationService:
 
     Args:
       engine: may still be loading; every method answers 503 until it is ready.
+      tool_call_parser: name of the parser of tool calls, or "auto".
     """
 
-    def __init__(self, engine: EngineApi) -> None:
+    def __init__(self, engine: EngineApi, tool_call_parser: str = AUTO_TOOL_CALL_PARSER) -> None:
         self.engine = engine
+        self.tool_call_parser = tool_call_parser
         self._longest_token = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompts")
         # Apart, so that calls that only convert never keep a prompt waiting.
@@ -92,6 +96,7 @@ class GenerationService:
         end: ChatEnd = ChatEnd.GENERATION_PROMPT,
         variables: Mapping[str, Any] | None = None,
         *,
+        tools: list[dict[str, Any]] | None = None,
         param: str,
         converts: bool = False,
     ) -> list[int]:
@@ -100,10 +105,12 @@ class GenerationService:
         Args:
           end: how the text ends.
           variables: more of the template's variables (`chat_template_kwargs`).
+          tools: what the model may call.
           param, converts: see `encode`.
 
         Raises:
-          ApiError: 400; they cannot fit the context, or a variable's name is taken.
+          ApiError: 400; they cannot fit the context, a variable's name is taken, or the template does not write
+            tools, or calls.
           ValueError: the template refused them (its message is quoted) or there is no template.
         """
         variables = variables or {}
@@ -111,18 +118,23 @@ class GenerationService:
             if name in variables:
                 message = f"chat_template_kwargs has {name!r}, which is a field of the request; set it there"
                 raise ApiError("invalid", message, param="chat_template_kwargs")
-        texts = sum(len(message["content"]) + len(message.get("name", "")) for message in messages)
+        texts = sum(map(_message_chars, messages))
         await self._check_fits(texts, param)
-        given = _num_chars(variables)
+        given = num_chars(variables, MAX_VARIABLES_CHARS)
         if given > MAX_VARIABLES_CHARS:
             message = f"chat_template_kwargs is too large; the limit is {MAX_VARIABLES_CHARS} characters"
             raise ApiError("invalid", message, param="chat_template_kwargs")
         tokenizer = self.engine.tokenizer
-        size = texts + given + CALL_CHARS * len(messages)
+        with_calls = any("tool_calls" in message for message in messages)
+        if tools or with_calls:
+            # In a thread: the first time, it renders.
+            forms = await self.run(INLINE_CHARS + 1, lambda: tokenizer.tool_forms, converts)
+            _check_forms(forms, bool(tools), with_calls, param)
+        size = texts + given + CALL_CHARS * len(messages) + (num_chars(tools, INLINE_CHARS) if tools else 0)
         opens, continues = end is ChatEnd.GENERATION_PROMPT, end is ChatEnd.CONTENT
 
         def work() -> list[int]:
-            return tokenizer.encode_chat(messages, opens, continue_final_message=continues, **variables)
+            return tokenizer.encode_chat(messages, opens, tools=tools, continue_final_message=continues, **variables)
 
         return await self.run(size, work, converts)
 
@@ -238,10 +250,28 @@ def _longest_token(tokenizer: TokenizerApi) -> int:
     return max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
 
 
-def _num_chars(value: Any) -> int:
-    """About how much text a JSON value is; counting ends above `MAX_VARIABLES_CHARS`."""
+def _check_forms(forms: ToolForms | None, with_tools: bool, with_calls: bool, param: str) -> None:
+    """Refuses tools and calls that the template would leave out in silence."""
+    if forms is None:
+        return  # without a template nothing can be rendered, which encode_chat says
+    if with_tools and not forms.writes_tools:
+        message = "tools are not available: the model's chat template does not write them into the prompt"
+        raise ApiError("invalid", message, param="tools")
+    if with_calls and not forms.writes_calls:
+        message = f"{param} has tool calls, which the model's chat template does not write into the prompt"
+        raise ApiError("invalid", message, param=param)
+
+
+def _message_chars(message: Mapping[str, Any]) -> int:
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    calls = sum(len(function["name"]) + len(function["arguments"]) for function in functions)
+    return len(message["content"]) + len(message.get("name", "")) + calls
+
+
+def num_chars(value: Any, limit: int) -> int:
+    """About how much text a JSON value is; counting ends above `limit`."""
     size, left = 0, [value]
-    while left and size <= MAX_VARIABLES_CHARS:
+    while left and size <= limit:
         item = left.pop()
         if isinstance(item, str):
             size += len(item)

@@ -15,6 +15,7 @@ from jaxserve.server.json_body import JsonResponse
 from jaxserve.server.messages import chat_end, normalize_messages
 from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, DetokenizeRequest, TokenizeRequest
 from jaxserve.server.service import GenerationService
+from jaxserve.server.tools import parse_tools
 
 
 def add_token_routes(app: FastAPI, service: GenerationService, max_body_bytes: int) -> None:
@@ -34,7 +35,9 @@ def add_token_routes(app: FastAPI, service: GenerationService, max_body_bytes: i
             messages = normalize_messages(spec.messages)
             end = chat_end(messages, spec.add_generation_prompt, spec.continue_final_message)
             variables = spec.chat_template_kwargs
-            ids = await service.encode_chat(messages, end, variables, param="messages", converts=True)
+            use = parse_tools(spec.tools, None, None)
+            tools = use.tools if use else None
+            ids = await service.encode_chat(messages, end, variables, tools=tools, param="messages", converts=True)
         strings = await service.token_texts(ids) if spec.return_token_strs else None
         max_model_len = service.engine.max_model_len
         content = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids, "token_strs": strings}

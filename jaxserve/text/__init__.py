@@ -1,4 +1,4 @@
-"""Text in and out: tokenizer, chat template, incremental detokenizer, stop strings. No jax."""
+"""Text in and out: tokenizer, chat template, incremental detokenizer, stop strings, tool calls. No jax."""
 
 from jaxserve.text.chat_template import ChatTemplateError
 from jaxserve.text.detokenizer import IncrementalDetokenizer

@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 _LONGEST_CHARACTER = 4  # bytes
@@ -38,7 +38,11 @@ class IncrementalDetokenizer:
     """Turns one sequence's tokens into text deltas; one object per sequence, not thread-safe."""
 
     def __init__(
-        self, tokenizer: TokenBytes, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
+        self,
+        tokenizer: TokenBytes,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        shown_special_ids: Collection[int] = (),
     ) -> None:
         """Starts after a prompt.
 
@@ -47,9 +51,10 @@ class IncrementalDetokenizer:
           prompt_token_ids: only the tail is looked at, for an unfinished character and to know whether text
             precedes the output.
           skip_special_tokens: special tokens give no text.
+          shown_special_ids: these do all the same.
         """
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._hidden = tokenizer.special_ids.difference(shown_special_ids) if skip_special_tokens else frozenset[int]()
         self._decoder = _utf8_decoder("replace")
         tail = self._prompt_tail(prompt_token_ids)
         self._decoder.decode(tail)

@@ -26,17 +26,31 @@ class ModelFiles(Protocol):
     def path(self) -> Path: ...
 
 
-def load_tokenizer(resolved: ModelFiles, override: str | None = None) -> Tokenizer:
+def load_tokenizer(resolved: ModelFiles, override: str | None = None, chat_template: str | None = None) -> Tokenizer:
     """The tokenizer of a resolved model.
 
     Args:
       resolved: `kind` "gguf" reads the file's metadata; others the files beside the weights.
       override: a directory, tokenizer.json or .gguf file to use instead.
+      chat_template: a file with a Jinja template to use instead of all that the tokenizer has.
 
     Raises:
-      CheckpointError: a tokenizer file is missing or damaged.
+      CheckpointError: a tokenizer file is missing or damaged, or the template's file is.
       UnsupportedModelError: a kind of tokenizer that is not known.
     """
+    tokenizer = _find(resolved, override)
+    if chat_template is None:
+        return tokenizer
+    file = Path(chat_template).expanduser()
+    if not file.is_file():
+        raise CheckpointError(f"chat_template {chat_template!r} does not exist; give a file with a Jinja template")
+    try:
+        return tokenizer.with_chat_template(file.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"chat_template {chat_template!r} is not UTF-8: {error}") from error
+
+
+def _find(resolved: ModelFiles, override: str | None) -> Tokenizer:
     path = Path(override).expanduser() if override else resolved.path
     if override and not path.exists():
         raise CheckpointError(f"tokenizer {override!r} does not exist; give a directory, tokenizer.json or .gguf file")

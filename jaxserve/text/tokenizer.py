@@ -3,7 +3,7 @@
 Wraps a `tokenizers` pipeline for encoding. Decoding does not use it: the bytes of every token are worked out
 once, and text is the UTF-8 decoding of their concatenation, so that whole and streamed decoding agree exactly.
 Two families are known: byte-level BPE (GPT-2's byte alphabet) and SentencePiece (`▁` for space, `<0xNN>` bytes).
-Thread-safe: nothing changes after construction.
+Thread-safe: nothing changes after construction, save what is found out once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from typing import Any
 
 import tokenizers
 
 from jaxserve.core import UnsupportedModelError
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
+from jaxserve.text.tool_forms import ToolForms, find_tool_forms
 
 _RELEASE_GIL_CHARS = 1024  # encode() holds the interpreter lock, encode_batch() does not but costs a thread hop
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -54,12 +57,21 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self._pipeline_adds_bos = bos_id is not None and backend.encode("").ids[:1] == [bos_id]
         self.adds_bos = bos_id is not None and (self._pipeline_adds_bos if adds_bos is None else adds_bos)
-        sources = dict(chat_templates or {})
-        self.chat_template: str | None = sources.get("default")
-        self._templates = {name: ChatTemplate(text, special_tokens or {}) for name, text in sources.items()}
+        self._special_tokens = dict(special_tokens or {})
+        self._set_templates(chat_templates or {})
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes, self.strips_first_space = _vocabulary_bytes(backend)
+
+    def _set_templates(self, sources: Mapping[str, str]) -> None:
+        self.chat_template: str | None = sources.get("default")
+        self._templates = {name: ChatTemplate(text, self._special_tokens) for name, text in sources.items()}
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with this Jinja template and no other."""
+        other = copy(self)
+        other._set_templates({"default": source})
+        return other
 
     @property
     def vocab_size(self) -> int:
@@ -130,21 +142,35 @@ class Tokenizer:
         """Messages as the model's chat template writes them.
 
         Args:
+          messages: arguments of their `tool_calls` are JSON text; the template gets them as it wants them.
           add_generation_prompt: end with the opening of the assistant's turn.
+          tools: function descriptions; a template of their own is used for them where the model has one.
           continue_final_message: end with the last message's content, its turn left open; nothing is added.
 
         Raises:
           ChatTemplateError: there is no template, or it refused the messages.
         """
-        template = self._templates.get("tool_use") if tools else None
-        template = template or self._templates.get("default")
+        with_calls = any(message.get("tool_calls") for message in messages)
+        template = self._tool_template if tools or with_calls else self._templates.get("default")
         if template is None:
             raise ChatTemplateError(
                 "the model has no chat template; use /v1/completions with a prompt in the model's own format"
             )
+        if with_calls and self.tool_forms is not None:
+            messages = self.tool_forms.fit(messages)
         if continue_final_message:
             return template.render_open(messages, tools, **variables)
         return template.render(messages, add_generation_prompt, tools, **variables)
+
+    @property
+    def _tool_template(self) -> ChatTemplate | None:
+        return self._templates.get("tool_use") or self._templates.get("default")
+
+    @cached_property
+    def tool_forms(self) -> ToolForms | None:
+        """What the model's template for tools does with them; None: there is no template."""
+        template = self._tool_template
+        return None if template is None else find_tool_forms(template)
 
     def encode_chat(
         self,

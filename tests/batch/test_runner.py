@@ -74,11 +74,18 @@ def test_no_more_lines_are_held_than_the_window(in_order):
     assert done.most <= 4 + 1, "the window, and the line that waits to enter it"
 
 
-def test_bodies_of_both_routes_are_rendered():
-    done = run([completion("a", "x"), chat("b", "x")])
+def test_bodies_of_all_routes_are_rendered():
+    response = {
+        "custom_id": "c",
+        "method": "POST",
+        "url": "/v1/responses",
+        "body": {"input": "x", "max_output_tokens": 4},
+    }
+    done = run([completion("a", "x"), chat("b", "x"), response])
     bodies = {result.custom_id: result.response["body"] for result in done.results}
     assert bodies["a"]["object"] == "text_completion" and bodies["a"]["choices"][0]["text"] == "qrst"
     assert bodies["b"]["object"] == "chat.completion" and bodies["b"]["usage"]["completion_tokens"] == 4
+    assert bodies["c"]["object"] == "response" and bodies["c"]["status"] == "incomplete"
     assert all(result.response["request_id"] == result.response["body"]["id"] for result in done.results)
 
 

@@ -286,3 +286,14 @@ def test_an_unknown_setting_is_refused_by_name():
 
     with pytest.raises(ValueError, match="pagesize"):
         LLM("smollm2-135m", pagesize=3)
+
+
+def test_chat_puts_tools_into_the_prompt(make_llm, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ tools[0].function.name if tools }}:{{ messages[0].content }}")
+    llm = make_llm(chat_template=str(file))
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    params = SamplingParams(max_tokens=1)
+    (with_tools,) = llm.chat([{"role": "user", "content": "hi"}], params, tools=tools, use_tqdm=False)
+    (without,) = llm.chat([{"role": "user", "content": "hi"}], params, use_tqdm=False)
+    assert (bytes(with_tools.prompt_token_ids), bytes(without.prompt_token_ids)) == (b"now:hi", b":hi")

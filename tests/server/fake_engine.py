@@ -1,7 +1,8 @@
 """An engine whose answers are known in advance, with faults on demand; no jax, no model.
 
 Token ids are bytes. A request's output is `b"abcdefgh..."` from its prompt's last byte on, one token per
-turn of the event loop; `hold` stops all of them, `fail_after` breaks them.
+turn of the event loop; `hold` stops all of them, `fail_after` breaks them. With a `script` every choice is that
+text instead, cut into pieces, and ends by itself.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from jaxserve.core import (
     RequestFailedError,
     RequestOutput,
     SamplingParams,
+    StructuredOutputs,
     Submission,
 )
+from jaxserve.text.tool_forms import ToolForms
 
 VOCAB_SIZE = 257
 EOS_ID = 256
@@ -39,6 +42,11 @@ class ByteTokenizer:
     special_ids = frozenset((EOS_ID,))
     strips_first_space = False
     chat_template: str | None = "yes"
+    tool_forms: ToolForms | None = ToolForms("<tool_call>", writes_tools=True, writes_calls=True)
+    rendered: dict[str, Any] | None = None  # what encode_chat got last
+
+    def token_id(self, token: str) -> int | None:
+        return None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -58,9 +66,11 @@ class ByteTokenizer:
         /,
         add_generation_prompt: bool = True,
         *,
+        tools: Sequence[Any] | None = None,
         continue_final_message: bool = False,
         **variables: Any,
     ) -> list[int]:
+        self.rendered = {"messages": messages, "tools": tools} | variables
         if messages[0]["role"] == "system":
             raise ValueError("the chat template refused the messages: System role not supported")
         return self.encode("".join(message["content"] + "\n" for message in messages))
@@ -116,12 +126,32 @@ class FakeStream:
     num_cached_tokens = 0
 
     async def __aiter__(self) -> AsyncIterator[FakeDelta]:
+        if self._engine.script is not None:
+            async for delta in self._scripted(self._engine.script):
+                yield delta
+            return
         max_tokens = 64 if self._params.max_tokens is None else self._params.max_tokens
         for step in range(max(max_tokens, 1)):
             for index in range(self.n):
                 yield await self._delta(index, step, max_tokens)
         self._engine.live.pop(self.request_id, None)
         self._engine.metrics.running.set(len(self._engine.live))
+
+    async def _scripted(self, text: str) -> AsyncIterator[FakeDelta]:
+        limit, size = self._params.max_tokens, self._engine.script_piece
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        kept = pieces if limit is None else pieces[:limit]
+        for step, piece in enumerate(kept):
+            for index in range(self.n):
+                await asyncio.sleep(self._engine.step_s)
+                if self.cancelled.is_set():
+                    return
+                logprobs = None if self._params.logprobs is None else [_scores(65, self._params.logprobs)]
+                finish = None
+                if step + 1 == len(kept):
+                    finish = "stop" if len(kept) == len(pieces) else "length"
+                yield FakeDelta(index, piece, [65], logprobs, finish)
+        self._engine.live.pop(self.request_id, None)
 
     async def _delta(self, index: int, step: int, max_tokens: int) -> FakeDelta:
         engine = self._engine
@@ -170,6 +200,7 @@ class FakeEngine:
       step_s: seconds per token.
       expire_after: end with "expired" at that step.
       max_live: more are refused as a full queue.
+      script, script_piece: every choice's text, and how many characters of it come at once.
     """
 
     def __init__(self) -> None:
@@ -188,6 +219,8 @@ class FakeEngine:
         self.expire_after: int | None = None
         self.step_s = 0.0
         self.max_live = 100
+        self.script: str | None = None
+        self.script_piece = 3
         self.live: dict[str, FakeStream] = {}
         self.num_cancelled = 0
         self.num_resets = 0
@@ -230,6 +263,9 @@ class FakeEngine:
         self.live[submission.request_id] = stream
         self.metrics.running.set(len(self.live))
         return stream
+
+    def compile_grammar(self, wanted: StructuredOutputs) -> object:
+        return wanted
 
     def abort(self, request_id: str) -> bool:
         stream = self.live.get(request_id)

@@ -137,3 +137,11 @@ def test_cost_per_token_does_not_grow_with_history(bytes_tokenizer):
     seconds(50_000)
     late = min(seconds(2000) for _ in range(3))
     assert late < 10 * early
+
+
+def test_shown_special_tokens_are_text_and_the_others_are_not(bytes_tokenizer):
+    first, second = sorted(bytes_tokenizer.special_ids)[:2]
+    output = [65, first, second, 66]
+    assert "".join(deltas(bytes_tokenizer, [], output)) == "AB"
+    shown = "".join(deltas(bytes_tokenizer, [], output, shown_special_ids={first}))
+    assert shown == "A" + bytes_tokenizer.token_text(first) + "B"

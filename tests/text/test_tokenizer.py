@@ -159,3 +159,18 @@ def test_a_sentencepiece_file_alone_is_refused_with_a_remedy(tmp_path):
 def test_text_needs_no_jax():
     script = "import sys, jaxserve.text, jaxserve.text.gguf_tokenizer; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_template_of_the_operators_replaces_all_of_the_models(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    model = SimpleNamespace(kind="hf", path=write_tiny_model(tmp_path / "m", chat_template=named))
+    file = tmp_path / "own.jinja"
+    file.write_text("<{{ messages[0].content }}>")
+    tokenizer = load_tokenizer(model, chat_template=str(file))
+    assert tokenizer.render_chat([{"content": "x"}]) == tokenizer.render_chat([{"content": "x"}], tools=[{}]) == "<x>"
+    assert tokenizer.chat_template == "<{{ messages[0].content }}>"
+    with pytest.raises(CheckpointError, match="nowhere' does not exist"):
+        load_tokenizer(model, chat_template=str(tmp_path / "nowhere"))
+    file.write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match="is not UTF-8"):
+        load_tokenizer(model, chat_template=str(file))
