@@ -42,6 +42,7 @@ SIMULATED = frozenset(field.name for field in fields(SchedulerConfig)) | {
 COST_MODELS = ("unit", "linear", "roofline")
 CHIPS = ("v5e", "v5p", "v6e", "h100", "h200")
 
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 OUTPUT_ORDERS = ("completion", "input")
 
@@ -297,6 +298,16 @@ FLAGS: tuple[Flag, ...] = (
         ("metrics_compat", ChoiceParser(("", "vllm")), "", "vllm: also export metrics under vLLM's names"),
         ("profile_dir", _TEXT, "", "folder for the traces of POST /start_profile; empty: profiling is refused"),
         ("log_level", ChoiceParser(LOG_LEVELS), "info", "least level that is logged"),
+        ("log_format", ChoiceParser(LOG_FORMATS), "text", "json: one object a line for every log record"),
+        ("stats_interval_s", FloatParser(low=0), 10.0, "seconds between stats lines while requests run; 0: none"),
+        ("log_requests", _BOOL, False, "log a line per ended request: counts, times, finish reason, status"),
+        ("log_prompts", _BOOL, False, "log_requests with the prompts' texts, cut to max_log_len"),
+        ("max_log_len", _COUNT, 256, "most characters of a prompt that are logged"),
+        ("trace_buffer", IntParser(low=0), 1000, "iterations kept in memory for GET /debug/trace; 0: none"),
+        ("enable_playground", _BOOL, True, "serve the playground, a page to try the model, at /"),
+        ("otlp_endpoint", _TEXT, None, "OTLP/HTTP collector that gets a span per request; needs the otel extra"),
+        ("print_config", _BOOL, False, "print the settings as a flagfile, or as JSON under log_format json, and exit"),
+        ("dry_run", _BOOL, False, "print the memory plan without loading weights or compiling, and exit"),
     ),
     *_engine(
         "Operation",

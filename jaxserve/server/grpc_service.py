@@ -215,9 +215,9 @@ class GrpcServer:
             else:
                 self.port = self._server.add_secure_port(address, tls.grpc_credentials())
         except RuntimeError as exc:
-            raise OSError(f"gRPC cannot listen on {address}: {exc}") from exc
+            raise OSError(_cannot_listen(address)) from exc
         if self.port == 0:
-            raise OSError(f"gRPC cannot listen on {address}")
+            raise OSError(_cannot_listen(address))
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -241,3 +241,7 @@ class GrpcServer:
             for name in ("", SERVICE_NAME):
                 await self._health.set(name, now)
             await asyncio.sleep(HEALTH_PERIOD_S)
+
+
+def _cannot_listen(address: str) -> str:
+    return f"gRPC cannot listen on {address}: it is in use, or not this machine's; set --grpc_port or --host"

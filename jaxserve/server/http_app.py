@@ -7,6 +7,7 @@
     GET  /health   200 unless the engine is dead   /ready   200 when requests are taken
     GET  /metrics  /version  /load                 POST /reset_prefix_cache  /start_profile  /stop_profile
                                                    (`operator_routes`)
+    GET  /debug/state  /debug/trace                (`debug_routes`)   /   (`playground`)
 
 Bodies are parsed here by hand (`json_body`), not by FastAPI: its own parsing accepts NaN, takes "0.7"
 for a number and answers in another error format. The request models still describe the API at /docs.
@@ -28,6 +29,7 @@ from jaxserve.server.answering import answer, answer_with, body_schema
 from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing
 from jaxserve.server.chat import create_chat_completion
 from jaxserve.server.completions import create_completion
+from jaxserve.server.debug_routes import add_debug_routes
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import error_response
@@ -61,6 +63,7 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
     add_token_routes(app, own_service, settings.max_body_bytes)
     add_probes(app, engine, settings)
     add_operator_routes(app, own_service, settings)
+    add_debug_routes(app, own_service)
     if settings.api_keys:
         open_paths = frozenset[str]() if settings.guard_probes else PROBES
         app.add_middleware(ApiKeyGuard, keys=KeyRing(settings.api_keys), open_paths=open_paths)

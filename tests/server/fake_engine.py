@@ -16,13 +16,17 @@ from prometheus_client import CollectorRegistry, Gauge
 from jaxserve.core import (
     CompletionOutput,
     EngineDeadError,
+    EngineTotals,
+    EngineView,
     Logprob,
     NotReadyError,
+    Recording,
     RejectedError,
     Rejection,
     RequestFailedError,
     RequestOutput,
     SamplingParams,
+    SlotView,
     Submission,
 )
 
@@ -192,6 +196,9 @@ class FakeEngine:
         self.num_cancelled = 0
         self.num_resets = 0
         self.profiles: list[str] = []
+        self._totals = EngineTotals(iterations=3, decode_tokens=7)
+        self.recorded = Recording("fake", 8, (), ())
+        self.asked_recordings: list[tuple[int, float]] = []
         self.submitted: list[dict[str, Any]] = []
 
     def start(self) -> None:
@@ -200,6 +207,22 @@ class FakeEngine:
     @property
     def load(self) -> FakeLoad:
         return FakeLoad(len(self.live), 0, len(self.live) / self.max_live)
+
+    @property
+    def totals(self) -> EngineTotals:
+        return self._totals
+
+    def view(self, num_iterations: int = 0) -> EngineView:
+        iterations = self.recorded.iterations[-num_iterations:] if num_iterations else ()
+        slots = tuple(
+            SlotView(slot, request_id, "decode", 4, 6, 3, 8, 0, 1, 0, 0, "", "", 0.5)
+            for slot, request_id in enumerate(self.live)
+        )
+        return EngineView(1.0, len(self.live), 0, 0, 8, 16, 79, 70, 4, 5, self._totals, slots, (), iterations)
+
+    def recording(self, num_iterations: int, seconds: float) -> Recording:
+        self.asked_recordings.append((num_iterations, seconds))
+        return self.recorded
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1

@@ -1,0 +1,39 @@
+"""EngineStats: sums over iterations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Sums over dispatched iterations, for reports.
+
+    Attributes:
+      iterations: dispatched steps.
+      slot_steps: slots with work, summed over iterations.
+      tokens: real tokens computed, of which `prefill_tokens` are of prompts; padded_tokens: rows of the buckets they
+        ran in.
+      output_tokens: sampled for live requests.
+      cache_queries, cache_hits: prompt tokens looked up in the prefix cache, and found.
+      host_s: seconds of scheduling, tables and output handling; device_s: of waiting for the device.
+    """
+
+    iterations: int = 0
+    slot_steps: int = 0
+    tokens: int = 0
+    prefill_tokens: int = 0
+    padded_tokens: int = 0
+    output_tokens: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
+    host_s: float = 0.0
+    device_s: float = 0.0
+
+    def slot_utilisation(self, slots: int) -> float:
+        """Slots with work over all `slots`, mean over iterations; in [0, 1]."""
+        return self.slot_steps / max(self.iterations * slots, 1)
+
+    def budget_use(self, budget: int) -> float:
+        """Tokens computed over a token budget of `budget` an iteration; in [0, 1]."""
+        return self.tokens / max(self.iterations * budget, 1)
