@@ -135,7 +135,7 @@ def test_the_state_of_the_real_engine_is_its_schedulers(server, client):
         kv = state["kv"]
         assert kv["pages_total"] == kv["pages_free"] + kv["pages_cached"] + kv["pages_owned"] == 79
         assert len(state["iterations"]) == 2 and state["iterations"][-1]["decode"] == [0]
-    until(lambda: engine.monitor.recording(50, 0).events[-1].name == "aborted", what="the aborts are seen")
+    until(lambda: any(event.name == "aborted" for event in engine.recording(9, 1e6).events), what="aborts are seen")
     engine.gate.set()
     until(lambda: not engine.has_work)
     client.post("/v1/completions", json={"prompt": "a b c", "max_tokens": 5, "ignore_eos": True, "request_id": "last"})
@@ -156,5 +156,5 @@ def test_the_list_of_the_queue_ends_after_a_few_however_long_it_is(server, clien
         until(lambda: engine.scheduler.num_waiting == 56, what="all wait")
         state = other.get("/debug/state").json()
         assert len(state["queue"]) == 20 and state["num_requests_waiting"] == 56
-        assert json.dumps(state).count("age_s") == 24
+        assert json.dumps(state).count('"age_s"') == 24
     engine.gate.set()
