@@ -93,6 +93,7 @@ def _of(command: str, heading: str, *flags: tuple[str, ArgumentParser[Any], Any,
 
 _server, _batch, _bench = partial(_of, "server"), partial(_of, "batch"), partial(_of, "bench")
 _replay, _doctor, _simulate = partial(_of, "replay"), partial(_of, "doctor"), partial(_of, "simulate")
+_top = partial(_of, "top")
 _QUIET = ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged")
 
 
@@ -353,6 +354,14 @@ FLAGS: tuple[Flag, ...] = (
         ("trace", _TEXT, None, "the file that --trace_file wrote"),
         ("url", _TEXT, None, "a running server, as http://127.0.0.1:8000; its /metrics is read instead of a trace"),
         ("json", _BOOL, False, "print the figures and diagnoses as JSON"),
+        _QUIET,
+    ),
+    *_top(
+        "View",
+        ("url", _TEXT, "http://127.0.0.1:8000", "the server to look at"),
+        ("api_key", _TEXT, None, "key of the server's, without a tenant; better given as JAXSERVE_API_KEY"),
+        ("interval_s", FloatParser(low=0.1), 1.0, "seconds between two frames"),
+        ("once", _BOOL, False, "print one frame, of interval_s, and exit"),
         _QUIET,
     ),
 )

@@ -25,6 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.server import playground
 from jaxserve.server.answering import answer, answer_with, body_schema
 from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing
 from jaxserve.server.chat import create_chat_completion
@@ -64,8 +65,13 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
     add_probes(app, engine, settings)
     add_operator_routes(app, own_service, settings)
     add_debug_routes(app, own_service)
+    if settings.enable_playground:
+        playground.add_playground(app)
     if settings.api_keys:
         open_paths = frozenset[str]() if settings.guard_probes else PROBES
+        open_paths |= (
+            {playground.PATH} if settings.enable_playground else set()
+        )  # browsers ask for a page without a key
         app.add_middleware(ApiKeyGuard, keys=KeyRing(settings.api_keys), open_paths=open_paths)
     if settings.allowed_origins:
         # Outermost: a browser's preflight request has no key, and a refusal must be readable too.
