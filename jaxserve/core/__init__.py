@@ -13,7 +13,7 @@ from jaxserve.core.errors import (
     UnsupportedModelError,
 )
 from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxserve.core.request import NO_TERMS, FinishReason, Priority, Request, Submission, Terms
+from jaxserve.core.request import MAX_TRACEPARENT, NO_TERMS, FinishReason, Priority, Request, Submission, Terms
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams, choice_seed
 from jaxserve.core.views import (
     ChunkView,
@@ -29,6 +29,7 @@ from jaxserve.core.views import (
 
 __all__ = [
     "MAX_LOGPROBS",
+    "MAX_TRACEPARENT",
     "NO_TERMS",
     "REJECTION_REASONS",
     "CheckpointError",

@@ -131,6 +131,8 @@ def make_requests(
             service_class=terms.service_class,
             cache_salt=terms.cache_salt,
             bad_token_ids=bad_token_ids,
+            operation=terms.operation,
+            traceparent=terms.traceparent,
         )
         for index in range(params.n)
     ]

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl.flags import FlagValues
-
 from jaxserve.config.api_keys import merged_keys
 from jaxserve.config.flags import engine_config_from_flags, exit_with, parse_flags
 from jaxserve.config.print_config import settings_as_flagfile, settings_as_json
@@ -50,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     from jaxserve.engine import AsyncEngine
     from jaxserve.server.console import StartupDisplay
     from jaxserve.server.launcher import Launcher, ServerSettings
-    from jaxserve.server.request_log import RequestFeed
+    from jaxserve.server.otel import SpanSink, otlp_exporter
+    from jaxserve.server.request_log import RequestFeed, RequestLog
     from jaxserve.server.settings import HttpSettings
     from jaxserve.server.stats_line import StatsReporter
 
@@ -74,8 +73,18 @@ def main(argv: Sequence[str]) -> int:
     display = StartupDisplay(
         plan_rows=lambda: engine.engine.runner.memory_plan.rows(), console=operator_console(flags.log_format)
     )
+    sinks: list[Callable[[RequestRecord], None]] = []
+    if flags.log_requests:
+        text_of = (lambda ids: str(engine.tokenizer.decode(ids, False))) if flags.log_prompts else None
+        sinks.append(RequestLog(text_of, flags.max_log_len))
     with contextlib.ExitStack() as stack:
-        sinks = _request_sinks(flags, lambda ids: str(engine.tokenizer.decode(ids, False)), stack)
+        if flags.otlp_endpoint:
+            try:
+                spans = SpanSink(otlp_exporter(flags.otlp_endpoint), lambda: engine.model_name)
+            except ValueError as error:
+                exit_with(f"--{error}")
+            stack.callback(spans.close)
+            sinks.append(spans)
         feed = stack.enter_context(RequestFeed(sinks)) if sinks else None
         engine: Any = AsyncEngine(
             config, progress=display.progress, on_request_end=feed, trace_buffer=flags.trace_buffer
@@ -86,18 +95,6 @@ def main(argv: Sequence[str]) -> int:
             return await Launcher(engine, settings, display).run()
 
         return asyncio.run(serve())
-
-
-def _request_sinks(
-    flags: FlagValues, text_of: Callable[[Sequence[int]], str], stack: contextlib.ExitStack
-) -> list[Callable[[RequestRecord], None]]:
-    """What is told of ended requests."""
-    from jaxserve.server.request_log import RequestLog
-
-    sinks: list[Callable[[RequestRecord], None]] = []
-    if flags.log_requests:
-        sinks.append(RequestLog(text_of if flags.log_prompts else None, flags.max_log_len))
-    return sinks
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxserve.core import SamplingParams, Terms
+from jaxserve.core import MAX_TRACEPARENT, SamplingParams, Terms
 from jaxserve.server.auth import KeyRing, agreed_tenant
 from jaxserve.server.errors import ApiError, stream_error, unfinished_error
 from jaxserve.server.field_checks import check_name, check_request_id
@@ -158,12 +158,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """What the call asks of the scheduler; its deadline is the request's, its key's tenant too."""
         for name in ("service_class", "tenant", "cache_salt"):
             check_name(name, getattr(request, name))
+        metadata = context.invocation_metadata()
         return Terms(
             priority=request.priority if request.HasField("priority") else None,
             deadline_s=context.time_remaining(),
             service_class=request.service_class,
-            tenant=agreed_tenant(request.tenant, tenant_of_call(self._keys, context.invocation_metadata())),
+            tenant=agreed_tenant(request.tenant, tenant_of_call(self._keys, metadata)),
             cache_salt=request.cache_salt,
+            operation="chat" if request.WhichOneof("input") == "chat" else "text_completion",
+            traceparent=str(dict(metadata or ()).get("traceparent", ""))[:MAX_TRACEPARENT],
         )
 
     @contextlib.asynccontextmanager

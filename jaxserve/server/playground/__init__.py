@@ -1,8 +1,8 @@
 """The playground: one page at `/` that chats with the model and shows the engine at work.
 
 Its parts lie beside this file and are put together once, when the server starts, into one document that loads nothing
-else. The content security policy admits exactly these two scripts and this style sheet, by their hashes, and requests to
-this server alone: text of a model that came out as markup would still not run.
+else. The content security policy admits exactly these two scripts and this style sheet, by their hashes, and requests
+to this server alone: text of a model that came out as markup would still not run.
 
 The page holds no data and needs no key; what it asks of the server does, as from any client.
 """

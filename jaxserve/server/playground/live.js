@@ -2,9 +2,9 @@
 // The engine's state, asked for about once a second and only while somebody can see it.
 (() => {
   const el = (id) => document.getElementById(id);
-  const PERIOD_MS = 1000, ITERATIONS = 96, ROWS = 32;
+  const PERIOD_MS = 1000, RETRY_ROUNDS = 4, ITERATIONS = 96, ROWS = 32;
   const panel = el("live"), grid = el("grid");
-  let before = null, asking = false;
+  let before = null, asking = false, skip = 0;
 
   const whole = (number) => number.toLocaleString("en");
   const isSeen = () => document.visibilityState === "visible";
@@ -25,6 +25,7 @@
 
   function hide(reason, status) {
     before = null;
+    skip = RETRY_ROUNDS;
     el("live-body").hidden = true;
     el("live-note").textContent = reason;
     el("model").textContent = status === 401 ? "enter the API key" : status === 403 ? "connected" : reason;
@@ -129,7 +130,8 @@
       : "";
   }
 
-  setInterval(poll, PERIOD_MS);
+  // A server that does not answer, or not yet, is asked less often.
+  setInterval(() => (skip > 0 ? skip-- : poll()), PERIOD_MS);
   document.addEventListener("visibilitychange", poll);
   panel.addEventListener("toggle", poll);
   el("api-key").addEventListener("change", poll);
