@@ -2,8 +2,8 @@
 
 A span covers arrival to end, with an event where the request left the queue and prefill began, and one at its first
 token, where decode began. Attributes follow the semantic conventions for generative AI; what these have no name for is
-under `jaxserve.`. Prompts and outputs are in no attribute. Where the client sent a W3C `traceparent`, the span is a child
-of the client's, and is not sent if the client's flag says that the trace is not sampled.
+under `jaxserve.`. Prompts and outputs are in no attribute. Where the client sent a W3C `traceparent`, the span is a
+child of the client's, and is not sent if the client's flag says that the trace is not sampled.
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/
 """

@@ -7,6 +7,7 @@ turn of the event loop; `hold` stops all of them, `fail_after` breaks them.
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -110,6 +111,7 @@ class FakeStream:
         self.cancelled = asyncio.Event()
         self._engine = engine
         self._params = params
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def cancel(self) -> None:
         if self._engine.live.pop(self.request_id, None) is not None:
@@ -121,6 +123,8 @@ class FakeStream:
 
     async def __aiter__(self) -> AsyncIterator[FakeDelta]:
         max_tokens = 64 if self._params.max_tokens is None else self._params.max_tokens
+        if self._engine.text is not None:
+            max_tokens = min(max_tokens, len(self._engine.text.encode()))
         for step in range(max(max_tokens, 1)):
             for index in range(self.n):
                 yield await self._delta(index, step, max_tokens)
@@ -147,9 +151,13 @@ class FakeStream:
         if max_tokens == 0:
             return FakeDelta(index, "", [], None, "length", prompt_logprobs=scores)
         token_id = output_id(self.prompt_token_ids, index, step)
+        text = chr(token_id)
+        if engine.text is not None:
+            token_id = engine.text.encode()[step]
+            text = self._decoder.decode(bytes([token_id]))
         logprobs = None if self._params.logprobs is None else [_scores(token_id, self._params.logprobs)]
         finish = "length" if step + 1 == max_tokens else None
-        return FakeDelta(index, chr(token_id), [token_id], logprobs, finish, prompt_logprobs=scores)
+        return FakeDelta(index, text, [token_id], logprobs, finish, prompt_logprobs=scores)
 
     async def collect(self) -> RequestOutput:
         outputs = [CompletionOutput(index) for index in range(self.n)]
@@ -174,6 +182,7 @@ class FakeEngine:
       step_s: seconds per token.
       expire_after: end with "expired" at that step.
       max_live: more are refused as a full queue.
+      text: what every request outputs instead, a byte a token.
     """
 
     def __init__(self) -> None:
@@ -192,6 +201,8 @@ class FakeEngine:
         self.expire_after: int | None = None
         self.step_s = 0.0
         self.max_live = 100
+        self.text: str | None = None
+        self.num_views = 0
         self.live: dict[str, FakeStream] = {}
         self.num_cancelled = 0
         self.num_resets = 0
@@ -213,6 +224,7 @@ class FakeEngine:
         return self._totals
 
     def view(self, num_iterations: int = 0) -> EngineView:
+        self.num_views += 1
         iterations = self.recorded.iterations[-num_iterations:] if num_iterations else ()
         slots = tuple(
             SlotView(slot, request_id, "decode", 4, 6, 3, 8, 0, 1, 0, 0, "", "", 0.5)
@@ -248,7 +260,9 @@ class FakeEngine:
         return [self._submit(submission) for submission in submissions]
 
     def _submit(self, submission: Submission) -> FakeStream:
-        self.submitted.append({"params": submission.params, "terms": submission.terms})
+        self.submitted.append(
+            {"params": submission.params, "terms": submission.terms, "prompt": submission.prompt_token_ids}
+        )
         stream = FakeStream(self, submission.request_id, submission.prompt_token_ids, submission.params)
         self.live[submission.request_id] = stream
         self.metrics.running.set(len(self.live))
