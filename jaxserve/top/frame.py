@@ -35,7 +35,7 @@ def frame(url: str, now: Sample, before: Sample, window: Sample | None) -> Rende
         parts.append(Text(f"slots and queue are not shown: {now.hidden}", style="yellow"))
     else:
         parts += [_slots(now.state), *_queue(now.state)]
-    return Group(*parts)
+    return Group(*(piece for part in parts for piece in (part, "")))
 
 
 def _title(url: str, now: Sample) -> Text:

@@ -91,6 +91,19 @@ def test_stop_aborts_the_request(page, fake_server):
     until(lambda: fake_server.engine.num_cancelled == 1, what="the engine is told")
 
 
+def test_clear_ends_the_answer_and_begins_another_conversation(page, fake_server):
+    fake_server.engine.step_s = 0.05
+    ask(page, "one")
+    page.until(lambda: len(page.text(".assistant .text")) > 2, "it streams")
+    page.click("#clear")
+    until(lambda: fake_server.engine.num_cancelled == 1, what="the engine is told")
+    page.until(lambda: not page.run("return document.getElementById('send').disabled"), "it can be asked again")
+    fake_server.engine.step_s = 0.0
+    ask(page, "two")
+    ended(page)
+    assert bytes(fake_server.engine.submitted[-1]["prompt"]).decode() == "two\n"
+
+
 def test_tokens_are_coloured_and_show_alternatives_by_pointer_and_keyboard(page, fake_server):
     fake_server.engine.text = "ab😊"
     page.click("#colour")

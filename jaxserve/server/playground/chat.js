@@ -99,7 +99,8 @@
     const text = prompt.value.trim();
     if (!text || running) return;
     prompt.value = "";
-    conversation.push({ role: "user", content: text });
+    const turns = conversation; // "Clear" begins another one
+    turns.push({ role: "user", content: text });
     addMessage("user", text);
     const coloured = el("colour").checked;
     const { message, body } = addMessage("assistant", "");
@@ -129,8 +130,8 @@
     meta.textContent = told(answer, began);
     message.classList.remove("running");
     // What failed at once is taken out, so that the next message does not carry it on.
-    if (answer.text) conversation.push({ role: "assistant", content: answer.text });
-    else conversation.pop();
+    if (answer.text) turns.push({ role: "assistant", content: answer.text });
+    else turns.pop();
     running = null;
     setRunning(false);
     log.scrollTop = log.scrollHeight;
