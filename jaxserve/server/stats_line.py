@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -86,7 +87,7 @@ class StatsReporter:
             self._thread.join(timeout=1)
 
     def _run(self) -> None:
-        before = EngineTotals()
+        before, before_at = EngineTotals(), time.monotonic()
         while not self._ended.wait(self._interval_s):
             if self._engine.state not in ("ready", "draining"):
                 continue
@@ -94,8 +95,9 @@ class StatsReporter:
                 after, load = self._engine.totals, self._engine.load
             except NotReadyError:
                 continue
-            stats = stats_between(before, after, load, self._interval_s)
-            before = after
+            now = time.monotonic()
+            stats = stats_between(before, after, load, now - before_at)
+            before, before_at = after, now
             if stats is not None:
                 log.info("%s", stats.text, extra={"fields": stats.fields})
 
