@@ -11,7 +11,7 @@ from absl.flags import FlagValues
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.report import Column, report
-from jaxserve.engine.engine import EngineStats
+from jaxserve.engine.stats import EngineStats
 
 PREFILL_TOKENS = 128
 """Prompt tokens of an iteration: one compiled prefill shape, so that a measurement starts soon."""

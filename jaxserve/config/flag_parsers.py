@@ -108,13 +108,30 @@ class RepeatedParser(TextParser):
     """Any text; the flag may be given several times, and its value is the list of them all."""
 
 
+class FromFile(tuple[Any, ...]):
+    """Values that a file holds.
+
+    Attributes:
+      path: the file.
+    """
+
+    path: str = ""
+
+    @classmethod
+    def of(cls, path: str, values: Sequence[Any]) -> FromFile:
+        """The values of `path`."""
+        held = cls(values)
+        held.path = path
+        return held
+
+
 class ApiKeyFileParser(ArgumentParser[tuple[ApiKey, ...]]):
     """A file of API keys."""
 
     syntactic_help = "a file with a key a line"
 
     def parse(self, argument: Any) -> tuple[ApiKey, ...]:
-        return argument if isinstance(argument, tuple) else read_api_keys(argument)
+        return argument if isinstance(argument, tuple) else FromFile.of(argument, read_api_keys(argument))
 
     def flag_type(self) -> str:
         return "file"
@@ -141,7 +158,7 @@ class ServiceClassParser(ArgumentParser[tuple[ServiceClass, ...]]):
     syntactic_help = "a JSON file"
 
     def parse(self, argument: Any) -> tuple[ServiceClass, ...]:
-        return argument if isinstance(argument, tuple) else read_service_classes(argument)
+        return argument if isinstance(argument, tuple) else FromFile.of(argument, read_service_classes(argument))
 
     def flag_type(self) -> str:
         return "file"

@@ -43,6 +43,7 @@ SIMULATED = frozenset(field.name for field in fields(SchedulerConfig)) | {
 COST_MODELS = ("unit", "linear", "roofline")
 CHIPS = ("v5e", "v5p", "v6e", "h100", "h200")
 
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 OUTPUT_ORDERS = ("completion", "input")
 
@@ -93,6 +94,7 @@ def _of(command: str, heading: str, *flags: tuple[str, ArgumentParser[Any], Any,
 
 _server, _batch, _bench = partial(_of, "server"), partial(_of, "batch"), partial(_of, "bench")
 _replay, _doctor, _simulate = partial(_of, "replay"), partial(_of, "doctor"), partial(_of, "simulate")
+_top = partial(_of, "top")
 _QUIET = ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged")
 
 
@@ -315,6 +317,16 @@ FLAGS: tuple[Flag, ...] = (
         ("metrics_compat", ChoiceParser(("", "vllm")), "", "vllm: also export metrics under vLLM's names"),
         ("profile_dir", _TEXT, "", "folder for the traces of POST /start_profile; empty: profiling is refused"),
         ("log_level", ChoiceParser(LOG_LEVELS), "info", "least level that is logged"),
+        ("log_format", ChoiceParser(LOG_FORMATS), "text", "json: one object a line for every log record"),
+        ("stats_interval_s", FloatParser(low=0), 10.0, "seconds between stats lines while requests run; 0: none"),
+        ("log_requests", _BOOL, False, "log a line per ended request: counts, times, finish reason, status"),
+        ("log_prompts", _BOOL, False, "log_requests with the prompts' texts, cut to max_log_len"),
+        ("max_log_len", _COUNT, 256, "most characters of a prompt that are logged"),
+        ("trace_buffer", IntParser(low=0), 1000, "iterations kept in memory for GET /debug/trace; 0: none"),
+        ("enable_playground", _BOOL, True, "serve the playground, a page to try the model, at /"),
+        ("otlp_endpoint", _TEXT, None, "OTLP/HTTP collector that gets a span per request; needs the otel extra"),
+        ("print_config", _BOOL, False, "print the settings as a flagfile, or as JSON under log_format json, and exit"),
+        ("dry_run", _BOOL, False, "print the memory plan without loading weights or compiling, and exit"),
     ),
     *_engine(
         "Operation",
@@ -360,6 +372,14 @@ FLAGS: tuple[Flag, ...] = (
         ("trace", _TEXT, None, "the file that --trace_file wrote"),
         ("url", _TEXT, None, "a running server, as http://127.0.0.1:8000; its /metrics is read instead of a trace"),
         ("json", _BOOL, False, "print the figures and diagnoses as JSON"),
+        _QUIET,
+    ),
+    *_top(
+        "View",
+        ("url", _TEXT, "http://127.0.0.1:8000", "the server to look at"),
+        ("api_key", _TEXT, None, "key of the server's, without a tenant; better given as JAXSERVE_API_KEY"),
+        ("interval_s", FloatParser(low=0.1), 1.0, "seconds between two frames"),
+        ("once", _BOOL, False, "print one frame, of interval_s, and exit"),
         _QUIET,
     ),
 )

@@ -13,33 +13,54 @@ from jaxserve.core.errors import (
     UnsupportedModelError,
 )
 from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from jaxserve.core.request import NO_TERMS, FinishReason, Priority, Request, Submission, Terms
+from jaxserve.core.request import MAX_TRACEPARENT, NO_TERMS, FinishReason, Priority, Request, Submission, Terms
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams, choice_seed
 from jaxserve.core.structured_outputs import StructuredOutputs
+from jaxserve.core.views import (
+    ChunkView,
+    EngineTotals,
+    EngineView,
+    EventView,
+    IterationView,
+    Recording,
+    RequestRecord,
+    SlotView,
+    WaitingView,
+)
 
 __all__ = [
     "MAX_LOGPROBS",
+    "MAX_TRACEPARENT",
     "NO_TERMS",
     "REJECTION_REASONS",
     "CheckpointError",
+    "ChunkView",
     "CompletionOutput",
     "EngineDeadError",
+    "EngineTotals",
+    "EngineView",
+    "EventView",
     "FinishReason",
+    "IterationView",
     "JaxserveError",
     "Logprob",
     "MissingBucketError",
     "NotReadyError",
     "Priority",
+    "Recording",
     "RejectedError",
     "Rejection",
     "Request",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestRecord",
     "SamplingParams",
+    "SlotView",
     "StructuredOutputs",
     "Submission",
     "Terms",
     "UnsupportedModelError",
+    "WaitingView",
     "choice_seed",
 ]

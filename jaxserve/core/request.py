@@ -21,6 +21,10 @@ class FinishReason(StrEnum):
     DISPLACED = "displaced"  # a request of higher class took its place in the queue
 
 
+MAX_TRACEPARENT = 256
+"""Characters kept of a `traceparent`; one of today's version has 55."""
+
+
 class Priority:
     """Integer priority, lower first, with the three named classes."""
 
@@ -41,6 +45,8 @@ class Terms:
       service_class: name of a configured `ServiceClass`, or "" for none.
       tenant: for fairness; tenants share no cached pages.
       cache_salt: requests of a tenant share cached pages only with those of the same salt.
+      operation: what the client called it, "chat" or "text_completion"; for records alone.
+      traceparent: the client's W3C trace context, or ""; for records alone.
     """
 
     priority: int | None = None
@@ -48,6 +54,8 @@ class Terms:
     service_class: str = ""
     tenant: str = ""
     cache_salt: str = ""
+    operation: str = field(default="text_completion", compare=False)
+    traceparent: str = field(default="", compare=False)
 
 
 NO_TERMS = Terms()
@@ -92,6 +100,7 @@ class Request:
       service_class: name of a configured `ServiceClass`, or "" for none.
       cache_salt: requests share cached pages only with those of the same tenant and salt.
       grammar: compiled form of `params.structured_outputs`, for the engine alone.
+      operation, traceparent: see `Terms`.
     """
 
     request_id: str
@@ -107,6 +116,8 @@ class Request:
     cache_salt: str = ""
     bad_token_ids: tuple[int, ...] = ()
     grammar: object | None = field(default=None, compare=False, repr=False)
+    operation: str = "text_completion"
+    traceparent: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -21,9 +21,12 @@ from jaxserve.config import EngineConfig
 from jaxserve.core import (
     NO_TERMS,
     EngineDeadError,
+    EngineTotals,
+    EngineView,
     FinishReason,
     JaxserveError,
     NotReadyError,
+    Recording,
     RejectedError,
     Rejection,
     Request,
@@ -35,6 +38,7 @@ from jaxserve.core import (
 )
 from jaxserve.engine.engine import Engine, Progress, Sink
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
+from jaxserve.engine.monitor import RequestListener
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import RequestStream
 from jaxserve.text import CompiledGrammar, Tokenizer
@@ -54,6 +58,8 @@ class AsyncEngine:
       config: engine settings.
       progress: told of loading and warm-up, on the engine's thread.
       factory: makes the engine; tests put faults in here.
+      on_request_end: told of every end and refusal; see `monitor.RequestListener`.
+      trace_buffer: iterations that `recording` and `view` can show.
     """
 
     def __init__(
@@ -62,6 +68,8 @@ class AsyncEngine:
         *,
         progress: Progress | None = None,
         factory: EngineFactory | None = None,
+        on_request_end: RequestListener | None = None,
+        trace_buffer: int = 0,
     ) -> None:
         self.config = config
         self.state = "loading"
@@ -70,6 +78,8 @@ class AsyncEngine:
         self.created = int(time.time())
         self._on_progress = progress
         self._factory = factory or (lambda config, progress: Engine(config, progress=progress))
+        self._on_request_end = on_request_end
+        self._trace_buffer = trace_buffer
         self._engine: Engine | None = None
         self._work = threading.Condition()
         self._stopping = False
@@ -128,6 +138,19 @@ class AsyncEngine:
     def compile_grammar(self, wanted: StructuredOutputs) -> CompiledGrammar:
         """See `Engine.compile_grammar`; seconds for a large one, so not on an event loop."""
         return self.engine.compile_grammar(wanted)
+
+    @property
+    def totals(self) -> EngineTotals:
+        """Sums since the engine's start."""
+        return self.engine.totals
+
+    def view(self, num_iterations: int = 0) -> EngineView:
+        """Its slots, queue and pages, and the last iterations."""
+        return self.engine.view(num_iterations)
+
+    def recording(self, num_iterations: int, seconds: float) -> Recording:
+        """At most so many of the last iterations, of at most the last `seconds`."""
+        return self.engine.recording(num_iterations, seconds)
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached page; live requests keep theirs."""
@@ -260,6 +283,8 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             engine = self._factory(self.config, self._progressed)
+            engine.monitor.on_request_end = self._on_request_end
+            engine.monitor.keep(self._trace_buffer)
             self._engine = engine
             self.state = "warming_up"
             engine.warm_up()

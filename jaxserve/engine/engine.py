@@ -20,19 +20,30 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
 
 from absl import logging
 
 from jaxserve.config import EngineConfig
-from jaxserve.core import FinishReason, RejectedError, Request, RequestFailedError, StructuredOutputs, Submission
+from jaxserve.core import (
+    EngineTotals,
+    EngineView,
+    FinishReason,
+    Recording,
+    RejectedError,
+    Request,
+    RequestFailedError,
+    StructuredOutputs,
+    Submission,
+)
 from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
+from jaxserve.engine.monitor import EngineMonitor
 from jaxserve.engine.output_processor import OutputDelta, RequestState
 from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.validation import ModelLimits, bad_token_ids, make_requests
+from jaxserve.engine.validation import ModelLimits, bad_token_ids, context_length, make_requests
 from jaxserve.loading import load_model, resolve_model
-from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, enable_compile_cache, make_mesh
+from jaxserve.models import stack_layers
+from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, enable_compile_cache, make_mesh, scans_layers
 from jaxserve.scheduler import Scheduler, StepPlan, TokenEvent, TokenEvents, TraceWriter
 from jaxserve.text import CompiledGrammar, Tokenizer, load_tokenizer
 
@@ -79,7 +90,7 @@ class Engine:
             progress=lambda done, total, what: self._progress("weights", done, total, what),
         )
         self.model_config = loaded.config
-        self.max_model_len = self._context_length(config.max_model_len)
+        self.max_model_len = context_length(loaded.config.max_position_embeddings, config.max_model_len)
         self.limits = ModelLimits(
             vocab_size=loaded.config.vocab_size,
             max_model_len=self.max_model_len,
@@ -87,7 +98,7 @@ class Engine:
         )
         self.runner = ModelRunner(
             loaded.config,
-            _layer_form(loaded.params, config.scan_layers, self._mesh),
+            stack_layers(loaded.params) if scans_layers(config.scan_layers, self._mesh) else loaded.params,
             config,
             self.max_model_len,
             self._mesh,
@@ -99,6 +110,7 @@ class Engine:
         )
         self.scheduler = Scheduler(self.runner.scheduler_config, trace=self._trace)
         self.metrics = EngineMetrics(self.model_name)
+        self.monitor = EngineMonitor(self.scheduler, self.model_name)
         self.stats = EngineStats()
         self.draw_seed: Callable[[], int] = partial(
             (secrets.SystemRandom() if config.seed is None else random.Random(config.seed)).getrandbits, 64
@@ -156,6 +168,22 @@ class Engine:
         """
         return self._grammars.compile(wanted)
 
+    @property
+    def totals(self) -> EngineTotals:
+        """Sums since the start; from any thread."""
+        with self._lock:
+            return self.monitor.totals(self.stats)
+
+    def view(self, num_iterations: int) -> EngineView:
+        """Slots, queue, pages and the last iterations; from any thread."""
+        with self._lock:
+            return self.monitor.view(self.stats, self._clock(), num_iterations)
+
+    def recording(self, num_iterations: int, seconds: float) -> Recording:
+        """At most so many of the last iterations, of at most the last `seconds`; from any thread."""
+        with self._lock:
+            return self.monitor.recording(num_iterations, self._clock() - seconds)
+
     def make_requests(self, submission: Submission, now: float) -> list[Request]:
         """The requests of a prompt's choices, checked against the model.
 
@@ -197,6 +225,8 @@ class Engine:
             self._deliver_events(self.scheduler.take_events(), None, now)
             if rejection is not None:
                 self.metrics.rejected(rejection.reason, len(arrivals))
+                for request, index, _ in arrivals:
+                    self.monitor.rejected(request, index, rejection.reason, now)
                 if rejection.reason == "never_fits":
                     raise ValueError(rejection.message)
                 raise RejectedError(rejection)
@@ -235,7 +265,7 @@ class Engine:
         """
         began = time.perf_counter()
         with self._lock:
-            now = self._clock()
+            planned_at = now = self._clock()
             plan = self.scheduler.schedule(now)
             self._deliver_events(self.scheduler.take_events(), None, now)
             if plan.empty:
@@ -262,6 +292,7 @@ class Engine:
             # Stop strings found just now ended their requests: nothing is left to say about those.
             self.scheduler.take_events()
             self._count(plan, output, events)
+            self.monitor.iteration(plan, output.bucket.name, planned_at, now)
             self._observe_load()
         self.stats.device_s += collected - dispatched
         self.stats.host_s += (dispatched - began) + (time.perf_counter() - collected)
@@ -287,6 +318,8 @@ class Engine:
                 state.num_cached_tokens = placement.num_cached_tokens
                 if self.config.enable_prefix_caching:
                     self.metrics.looked_up(state.request.num_prompt_tokens, placement.num_cached_tokens)
+                    self.stats.cache_queries += state.request.num_prompt_tokens
+                    self.stats.cache_hits += placement.num_cached_tokens
                 self.metrics.queue_time(now - state.metrics.arrived_at)
 
     def _take_prompt_scores(self, plan: StepPlan, output: StepOutput) -> None:
@@ -352,15 +385,17 @@ class Engine:
             self.metrics.rejected(reason)
         else:
             self.metrics.finished(state, reason)
+        self.monitor.ended(state, reason, now)
 
     def _count(self, plan: StepPlan, output: StepOutput, events: TokenEvents) -> None:
         stats = self.stats
         stats.iterations += 1
         stats.slot_steps += len(plan.decode) + len(plan.prefill)
-        stats.tokens += plan.num_tokens
+        stats.tokens += (num_tokens := plan.num_tokens)
+        stats.prefill_tokens += num_tokens - len(plan.decode)
         stats.padded_tokens += output.bucket.decode_rows + output.bucket.prefill_tokens
         stats.output_tokens += events.num_tokens
-        self.metrics.iteration(plan.num_tokens)
+        self.metrics.iteration(num_tokens)
 
     def _count_preemptions(self, plan: StepPlan) -> None:
         counters, page_bytes = self.scheduler.counters, self.runner.page_bytes
@@ -378,20 +413,3 @@ class Engine:
         if unknown:
             logging.warning("EOS ids %s are outside the model's vocabulary and never end an output", unknown)
         return tuple(sorted(ids.difference(unknown)))
-
-    def _context_length(self, asked: int | None) -> int:
-        limit = self.model_config.max_position_embeddings
-        if asked is None:
-            return limit
-        if asked > limit:
-            raise ValueError(f"max_model_len is {asked}; the model's limit is {limit} (max_position_embeddings)")
-        return asked
-
-
-def _layer_form(params: dict[str, Any], scan_layers: bool | None, mesh: Any) -> dict[str, Any]:
-    """Stacks layers for a scan where asked for; on CPU a scan would copy each layer's weights."""
-    from jaxserve.models import stack_layers
-
-    if scan_layers is None:
-        scan_layers = mesh.devices.flat[0].platform != "cpu"
-    return stack_layers(params) if scan_layers else params

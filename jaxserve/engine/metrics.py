@@ -91,6 +91,8 @@ class EngineMetrics:
             if reason is FinishReason.DISPLACED:  # counted as refused
                 continue
             self._success.labels(**self._labels, finished_reason=reason.value)
+        for counter in (self._recomputed, self._swapped):
+            counter.labels(**self._labels, service_class="")  # there from the start, so that a rate sees the first one
         for reason in REJECTION_REASONS:
             self._rejected.labels(**self._labels, reason=reason)
 

@@ -1,4 +1,4 @@
-"""Sums over an engine's iterations."""
+"""EngineStats: sums over iterations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ class EngineStats:
     Attributes:
       iterations: dispatched steps.
       slot_steps: slots with work, summed over iterations.
-      tokens: real tokens computed; padded_tokens: rows of the buckets they ran in.
+      tokens: real tokens computed, of which `prefill_tokens` are of prompts; padded_tokens: rows of the buckets they
+        ran in.
+      output_tokens: sampled for live requests.
+      cache_queries, cache_hits: prompt tokens looked up in the prefix cache, and found.
       host_s: seconds of scheduling, tables and output handling; device_s: of waiting for the device.
     """
 
     iterations: int = 0
     slot_steps: int = 0
     tokens: int = 0
+    prefill_tokens: int = 0
     padded_tokens: int = 0
     output_tokens: int = 0
+    cache_queries: int = 0
+    cache_hits: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
 

@@ -30,6 +30,19 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
 
 
+def context_length(limit: int, asked: int | None) -> int:
+    """The context length that was asked for; the model's limit when None.
+
+    Raises:
+      ValueError: the model's limit is less.
+    """
+    if asked is None:
+        return limit
+    if asked > limit:
+        raise ValueError(f"max_model_len is {asked}; the model's limit is {limit} (max_position_embeddings)")
+    return asked
+
+
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises ValueError unless all are integers of the vocabulary."""
     for token_id in token_ids:
@@ -121,6 +134,8 @@ def make_requests(
             cache_salt=terms.cache_salt,
             bad_token_ids=bad_token_ids,
             grammar=grammar,
+            operation=terms.operation,
+            traceparent=terms.traceparent,
         )
         for index in range(params.n)
     ]

@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.loading.resolve import DEMO_MODEL, ResolvedModel, resolve_model
 
 if TYPE_CHECKING:
-    from jaxserve.loading.load import LoadedModel, load_model
+    from jaxserve.loading.load import LoadedModel, load_model, model_config_of
     from jaxserve.loading.orbax_checkpoint import save_orbax
 
-__all__ = ["DEMO_MODEL", "LoadedModel", "ResolvedModel", "load_model", "resolve_model", "save_orbax"]
+__all__ = [
+    "DEMO_MODEL",
+    "LoadedModel",
+    "ResolvedModel",
+    "load_model",
+    "model_config_of",
+    "resolve_model",
+    "save_orbax",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LoadedModel", "load_model"):
+    if name in ("LoadedModel", "load_model", "model_config_of"):
         from jaxserve.loading import load
 
         return getattr(load, name)

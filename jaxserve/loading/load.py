@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from jaxserve.loading.checkpoint import CheckpointReader, check_tensors
+from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.resolve import ResolvedModel
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import model_config_from_hf
@@ -79,6 +80,18 @@ def load_model(
         done += value.nbytes
         (progress or _silent)(done, total, weight.hf_name)
     return LoadedModel(config, make_params(config, lambda weight: placed[weight.path]), reader.generation_config)
+
+
+def model_config_of(resolved: ResolvedModel) -> ModelConfig:
+    """A model's shape, without reading weights.
+
+    Raises:
+      CheckpointError: the files are missing or damaged.
+      UnsupportedModelError: the model needs something this version lacks.
+    """
+    if resolved.kind == "orbax":
+        return model_config_from_hf(read_json_object(resolved.path / "config.json"))
+    return model_config_from_hf(open_checkpoint(resolved).hf_config)
 
 
 def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:

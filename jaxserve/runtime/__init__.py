@@ -3,7 +3,7 @@
 from jaxserve.runtime.compile_cache import enable_compile_cache
 from jaxserve.runtime.compile_counter import COMPILES
 from jaxserve.runtime.memory_plan import MemoryPlan
-from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.mesh import make_mesh, scans_layers
 from jaxserve.runtime.runner import ModelRunner, RowScores, StepHandle, StepOutput
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "StepOutput",
     "enable_compile_cache",
     "make_mesh",
+    "scans_layers",
 ]

@@ -7,7 +7,7 @@ What is left of the allowed memory becomes pages.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import jax
 
@@ -40,6 +40,10 @@ class MemoryPlan:
     def max_tokens(self) -> int:
         """Tokens whose K and V fit at once."""
         return (self.num_pages - 1) * self.page_size
+
+    def as_dict(self) -> dict[str, int]:
+        """Every number, by name."""
+        return {**asdict(self), "max_tokens": self.max_tokens}
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the table shown at start-up."""
@@ -114,11 +118,8 @@ def make_plan(
                 " are taken before the KV pool, which leaves no room for a page; raise memory_fraction, or lower"
                 " max_num_seqs, max_num_batched_tokens, dtype or kv_cache_dtype"
             )
-    elif num_pages * page_bytes > left:
-        raise ValueError(
-            f"num_pages is {num_pages}: {format_bytes(num_pages * page_bytes)} of KV; {format_bytes(max(left, 0))} are"
-            f" left of the {format_bytes(allowed_bytes)} allowed; lower num_pages or raise memory_fraction"
-        )
+    else:
+        check_pages_fit(num_pages, page_bytes, left, allowed_bytes)
     return MemoryPlan(
         limit_bytes=allowed_bytes,
         weights_bytes=weights_bytes,
@@ -130,6 +131,16 @@ def make_plan(
         num_host_pages=num_host_pages,
         host_bytes=host_bytes,
     )
+
+
+def check_pages_fit(num_pages: int, page_bytes: int, left_bytes: int, allowed_bytes: int) -> None:
+    """Raises ValueError unless `left_bytes` of the `allowed_bytes` hold so many pages."""
+    if num_pages * page_bytes > left_bytes:
+        left = format_bytes(max(left_bytes, 0))
+        raise ValueError(
+            f"num_pages is {num_pages}: {format_bytes(num_pages * page_bytes)} of KV; {left} are left of the"
+            f" {format_bytes(allowed_bytes)} allowed; lower num_pages or raise memory_fraction"
+        )
 
 
 def num_host_pages(swap_space: float, page_bytes: int, limits: SchedulerConfig) -> int:

@@ -20,7 +20,7 @@ from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.models import ModelConfig
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
-from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, make_plan, num_host_pages
+from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, make_plan, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
 from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, slot_row
@@ -97,7 +97,7 @@ class ModelRunner:
 
     Args:
       model_config: the model.
-      params: weights on `mesh`.
+      params: weights on `mesh`; shapes with shardings (`jax.ShapeDtypeStruct`) do for the memory plan.
       config: engine settings.
       max_model_len: resolved context length.
       mesh: devices.
@@ -256,8 +256,9 @@ class ModelRunner:
         weights = sum(_bytes_on_a_device(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(self._params))
         free = available_bytes(device)
         if device.platform == "cpu":
-            # Host "devices" share one memory, and the weights are in it already.
-            free = free // self._mesh.size + weights
+            # Host "devices" share one memory, and the weights are in it already, unless they are shapes alone.
+            is_loaded = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self._params))
+            free = free // self._mesh.size + weights * is_loaded
         page_bytes = self._kv.bytes_on_a_device(1)
         state = abstract_slot_state(config.max_num_seqs, self._model_config.vocab_size)
         most_pages = config.max_num_seqs * shape.pages_per_seq + 1
@@ -267,6 +268,9 @@ class ModelRunner:
             host_pages = num_host_pages(config.swap_space, self.page_bytes, shape)
             if device.platform == "cpu":
                 allowed -= host_pages * self.page_bytes // self._mesh.size
+        if config.num_pages is not None:
+            # Before anything is compiled for a pool that cannot be.
+            check_pages_fit(config.num_pages, page_bytes, allowed - weights, allowed)
         # As many pages as there will be if memory is ample: the program compiled here is then the one that runs.
         guess = max(2, min(most_pages, (allowed - weights) // page_bytes))
         return make_plan(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler import invariants
@@ -153,6 +154,17 @@ class SchedulerState:
     def waiting_ids(self) -> list[str]:
         """Ids in the queue, in promotion order; sorts them."""
         return [sequence.request_id for sequence in self._waiting]
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """The requests that hold a slot, lowest slot first; treat them as read-only."""
+        return [self._running[slot] for slot in sorted(self._running)]
+
+    def first_waiting(self, count: int) -> list[Sequence]:
+        """Of the requests that wait, the first by arrival, at most `count`; the work does not grow with the queue."""
+        others = len(self._live) - len(self._waiting)
+        oldest = islice(self._live.values(), others + count)
+        return [sequence for sequence in oldest if sequence in self._waiting][:count]
 
     def sequence(self, request_id: str) -> Sequence:
         """The record of a live request; treat it as read-only.

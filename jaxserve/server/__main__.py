@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.config.api_keys import merged_keys
 from jaxserve.config.flags import engine_config_from_flags, exit_with, parse_flags
+from jaxserve.config.print_config import settings_as_flagfile, settings_as_json
+from jaxserve.core import RequestRecord
+from jaxserve.server.log_format import operator_console, set_log_format
 from jaxserve.server.tls import tls_files
 
 
@@ -26,11 +30,28 @@ def main(argv: Sequence[str]) -> int:
         tls = tls_files(flags.ssl_certfile, flags.ssl_keyfile)
     except ValueError as error:
         exit_with(f"--{error}")
+    if flags.log_prompts and not flags.log_requests:
+        exit_with("--log_prompts is set without --log_requests, whose lines would hold the prompts; set both")
+    if flags.print_config:
+        as_text = settings_as_json if flags.log_format == "json" else settings_as_flagfile
+        with contextlib.suppress(BrokenPipeError):  # a reader like `head` has seen enough
+            print(as_text("server", flags), flush=True)
+        return 0
+    set_log_format(flags.log_format)
+    # jax reports every backend that is not there; what is used shows in the memory plan.
+    logging.getLogger("jax").setLevel(logging.WARNING)
     # Imported after the flags are checked: jax takes seconds, a mistyped flag should not.
+    from jaxserve.server.dry_run import dry_run
+
+    if flags.dry_run:
+        return dry_run(config, flags.log_format)
     from jaxserve.engine import AsyncEngine
     from jaxserve.server.console import StartupDisplay
     from jaxserve.server.launcher import Launcher, ServerSettings
+    from jaxserve.server.otel import SpanSink, otlp_exporter
+    from jaxserve.server.request_log import RequestFeed, RequestLog
     from jaxserve.server.settings import HttpSettings
+    from jaxserve.server.stats_line import StatsReporter
 
     http = HttpSettings(
         api_keys=api_keys,
@@ -39,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
         max_body_bytes=flags.max_body_bytes,
         metrics_compat=flags.metrics_compat,
         profile_dir=flags.profile_dir,
+        enable_playground=flags.enable_playground,
     )
     settings = ServerSettings(
         host=flags.host,
@@ -49,15 +71,31 @@ def main(argv: Sequence[str]) -> int:
         tls=tls,
         tool_call_parser=flags.tool_call_parser,
     )
-    # jax reports every backend that is not there; what is used shows in the memory plan.
-    logging.getLogger("jax").setLevel(logging.WARNING)
-    display = StartupDisplay(plan_rows=lambda: engine.engine.runner.memory_plan.rows())
-    engine: Any = AsyncEngine(config, progress=display.progress)
+    display = StartupDisplay(
+        plan_rows=lambda: engine.engine.runner.memory_plan.rows(), console=operator_console(flags.log_format)
+    )
+    sinks: list[Callable[[RequestRecord], None]] = []
+    if flags.log_requests:
+        text_of = (lambda ids: str(engine.tokenizer.decode(ids, False))) if flags.log_prompts else None
+        sinks.append(RequestLog(text_of, flags.max_log_len))
+    with contextlib.ExitStack() as stack:
+        if flags.otlp_endpoint:
+            try:
+                spans = SpanSink(otlp_exporter(flags.otlp_endpoint), lambda: engine.model_name)
+            except ValueError as error:
+                exit_with(f"--{error}")
+            stack.callback(spans.close)
+            sinks.append(spans)
+        feed = stack.enter_context(RequestFeed(sinks)) if sinks else None
+        engine: Any = AsyncEngine(
+            config, progress=display.progress, on_request_end=feed, trace_buffer=flags.trace_buffer
+        )
+        stack.enter_context(StatsReporter(engine, flags.stats_interval_s))
 
-    async def serve() -> int:
-        return await Launcher(engine, settings, display).run()
+        async def serve() -> int:
+            return await Launcher(engine, settings, display).run()
 
-    return asyncio.run(serve())
+        return asyncio.run(serve())
 
 
 if __name__ == "__main__":

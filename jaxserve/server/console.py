@@ -10,11 +10,14 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from jaxserve.server.log_format import tell_failure
 
 PlanRows = Callable[[], Sequence[tuple[str, str]]]
 
@@ -55,18 +58,24 @@ class StartupDisplay:
             if done >= total > 0:
                 self._end(done)
 
-    def ready(self, model: str, http_url: str, grpc_address: str, api_key: bool) -> None:
+    def ready(self, model: str, http_url: str, grpc_address: str, api_key: bool, playground: bool = False) -> None:
         """Requests are taken: where, and a line that tries it."""
         self.close()
         self._console.print(f"[bold]{model}[/bold] is ready after {time.monotonic() - self._began:.1f} s")
-        self._console.print(f"  HTTP  {http_url}   (try {http_url}/docs)", highlight=False)
+        pages = f"playground {http_url}/, API {http_url}/docs" if playground else f"API {http_url}/docs"
+        self._console.print(f"  HTTP  {http_url}   ({pages})", highlight=False, soft_wrap=True)
         self._console.print(f"  gRPC  {grpc_address}   (jaxserve.v1.Inference)", highlight=False)
         # Printed without wrapping: a broken line would not survive pasting.
         self._console.print("  " + curl_line(model, http_url, api_key), soft_wrap=True, highlight=False, markup=False)
 
     def note(self, text: str) -> None:
         """One line about the server's state."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def fail(self, text: str) -> None:
+        """The line that ends a start."""
+        self.close()
+        tell_failure(self._console, text)
 
     def close(self) -> None:
         """Ends the live display."""
@@ -76,7 +85,7 @@ class StartupDisplay:
         if self._task is not None:
             self._bar.stop()
         if stage == "warm-up" and self._plan_rows is not None:
-            self._show_plan(self._plan_rows())
+            show_plan(self._plan_rows(), console=self._console)
         self._stage = stage
         self._stage_began = time.monotonic()
         if self._console.is_terminal:
@@ -90,17 +99,25 @@ class StartupDisplay:
             seconds = time.monotonic() - self._stage_began
             self._console.print(f"{self._stage}: {_amount(self._stage, done)} in {seconds:.1f} s", highlight=False)
 
-    def _show_plan(self, rows: Sequence[tuple[str, str]]) -> None:
-        if not self._console.is_terminal:
-            for label, value in rows:
-                self._console.print(f"memory: {label}: {value}", highlight=False)
-            return
-        table = Table(title="Memory plan", title_justify="left", show_header=False)
-        table.add_column(justify="left")
-        table.add_column(justify="right")
+
+def show_plan(rows: Sequence[tuple[str, str]], file: TextIO | None = None, console: Console | None = None) -> None:
+    """Writes a memory plan: a table on a terminal, plain lines elsewhere.
+
+    Args:
+      rows: label and value of each line.
+      file: where, unless there is a `console`.
+    """
+    console = console or Console(file=file)
+    if not console.is_terminal:
         for label, value in rows:
-            table.add_row(label, value)
-        self._console.print(table)
+            console.print(f"memory: {label}: {value}", highlight=False, soft_wrap=True)
+        return
+    table = Table(title="Memory plan", title_justify="left", show_header=False)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    for label, value in rows:
+        table.add_row(label, value)
+    console.print(table)
 
 
 def _amount(stage: str, count: int) -> str:

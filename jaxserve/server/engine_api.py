@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from jaxserve.core import Logprob, RequestOutput, StructuredOutputs, Submission
+from jaxserve.core import EngineTotals, EngineView, Logprob, Recording, RequestOutput, StructuredOutputs, Submission
 from jaxserve.text.tool_forms import ToolForms
 
 TokenLogprobs = dict[int, Logprob]
@@ -126,6 +126,16 @@ class EngineApi(Protocol):
     def metrics(self) -> MetricsApi: ...
     @property
     def load(self) -> LoadApi: ...
+    @property
+    def totals(self) -> EngineTotals: ...
+    def view(self, num_iterations: int = 0) -> EngineView:
+        """Its state now, and so many of the last iterations."""
+        ...
+
+    def recording(self, num_iterations: int, seconds: float) -> Recording:
+        """At most so many of the last iterations, of at most the last `seconds`."""
+        ...
+
     def start(self) -> None: ...
     def reset_prefix_cache(self) -> None: ...
     def start_profile(self, folder: str) -> None:

@@ -75,6 +75,15 @@ _REJECTIONS = {
     "deadline": "expired",
 }
 
+_STATUS_OF_END = {
+    FinishReason.STOP: 200,
+    FinishReason.LENGTH: 200,
+    FinishReason.ABORT: 499,
+    FinishReason.EXPIRED: 504,
+    FinishReason.ERROR: 500,
+    FinishReason.DISPLACED: 429,
+}
+
 
 class ApiError(Exception):
     """An answer that is an error.
@@ -181,6 +190,18 @@ def unfinished_error(finish_reason: str | None, state: str) -> ApiError | None:
     if finish_reason == FinishReason.ABORT and state in ("draining", "stopped", "dead"):
         return ApiError("unavailable", "the server shut down before it finished", code=state, retry_after_s=5.0)
     return None
+
+
+def status_of_end(outcome: str, rejected: bool) -> int:
+    """The HTTP status that an end comes down to, also where a stream had begun with 200; 499: the client left.
+
+    Args:
+      outcome: a `FinishReason` value, or the reason of a rejection.
+      rejected: it is a rejection.
+    """
+    if rejected:
+        return KINDS[_REJECTIONS.get(outcome, "overloaded")].http_status
+    return _STATUS_OF_END[FinishReason(outcome)]
 
 
 def _param(message: str) -> str | None:

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxserve.core import SamplingParams, Terms
+from jaxserve.core import MAX_TRACEPARENT, SamplingParams, Terms
 from jaxserve.server.auth import KeyRing, agreed_tenant
 from jaxserve.server.errors import ApiError, unfinished_error
 from jaxserve.server.field_checks import check_name, check_request_id, check_truncation, kept_tokens
@@ -185,12 +185,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """What the call asks of the scheduler; its deadline is the request's, its key's tenant too."""
         for name in ("service_class", "tenant", "cache_salt"):
             check_name(name, getattr(request, name))
+        metadata = context.invocation_metadata()
         return Terms(
             priority=request.priority if request.HasField("priority") else None,
             deadline_s=seconds_left(context),
             service_class=request.service_class,
-            tenant=agreed_tenant(request.tenant, tenant_of_call(self._keys, context.invocation_metadata())),
+            tenant=agreed_tenant(request.tenant, tenant_of_call(self._keys, metadata)),
             cache_salt=request.cache_salt,
+            operation="chat" if request.WhichOneof("input") == "chat" else "text_completion",
+            traceparent=str(dict(metadata or ()).get("traceparent", ""))[:MAX_TRACEPARENT],
         )
 
 
@@ -236,9 +239,9 @@ class GrpcServer:
             else:
                 self.port = self._server.add_secure_port(address, tls.grpc_credentials())
         except RuntimeError as exc:
-            raise OSError(f"gRPC cannot listen on {address}: {exc}") from exc
+            raise OSError(_cannot_listen(address)) from exc
         if self.port == 0:
-            raise OSError(f"gRPC cannot listen on {address}")
+            raise OSError(_cannot_listen(address))
         self._watcher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -262,3 +265,7 @@ class GrpcServer:
             for name in ("", SERVICE_NAME):
                 await self._health.set(name, now)
             await asyncio.sleep(HEALTH_PERIOD_S)
+
+
+def _cannot_listen(address: str) -> str:
+    return f"gRPC cannot listen on {address}: it is in use, or not this machine's; set --grpc_port or --host"

@@ -8,6 +8,7 @@
     GET  /health   200 unless the engine is dead   /ready   200 when requests are taken
     GET  /metrics  /version  /load                 POST /reset_prefix_cache  /start_profile  /stop_profile
                                                    (`operator_routes`)
+    GET  /debug/state  /debug/trace                (`debug_routes`)   /   (`playground`)
 
 Bodies are parsed here by hand (`json_body`), not by FastAPI: its own parsing accepts NaN, takes "0.7"
 for a number and answers in another error format. The request models still describe the API at /docs.
@@ -25,10 +26,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxserve.server import playground
 from jaxserve.server.answering import answer, answer_with, body_schema
 from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing
 from jaxserve.server.chat import create_chat_completion
 from jaxserve.server.completions import create_completion
+from jaxserve.server.debug_routes import add_debug_routes
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import error_response
@@ -64,8 +67,14 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
     add_token_routes(app, own_service, settings.max_body_bytes)
     add_probes(app, engine, settings)
     add_operator_routes(app, own_service, settings)
+    add_debug_routes(app, own_service)
+    if settings.enable_playground:
+        playground.add_playground(app)
     if settings.api_keys:
         open_paths = frozenset[str]() if settings.guard_probes else PROBES
+        open_paths |= (
+            {playground.PATH} if settings.enable_playground else set()
+        )  # browsers ask for a page without a key
         app.add_middleware(ApiKeyGuard, keys=KeyRing(settings.api_keys), open_paths=open_paths)
     if settings.allowed_origins:
         # Outermost: a browser's preflight request has no key, and a refusal must be readable too.

@@ -14,7 +14,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import threading
 from dataclasses import dataclass, field
 
@@ -28,6 +27,7 @@ from jaxserve.server.http_app import build_app
 from jaxserve.server.process import flush_and_exit, wait_until_ready
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
+from jaxserve.server.start_errors import start_error
 from jaxserve.server.tls import TlsFiles, uvicorn_options
 
 FLUSH_S = 5.0
@@ -90,14 +90,14 @@ class Launcher:
             http_socket = bind(settings.host, settings.http_port)
             grpc_server = GrpcServer(service, settings.host, settings.grpc_port, settings.http, settings.tls)
         except OSError as error:
-            self._display.close()
-            print(f"jaxserve: {error}", file=sys.stderr)
+            self._display.fail(str(error))
             return 1
         self._catch_signals()
         self._engine.start()
         http_server = _HttpServer(
             uvicorn.Config(
                 build_app(self._engine, settings.http, service),
+                log_config=None,  # its records go where all others go
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=round(FLUSH_S),
@@ -111,8 +111,8 @@ class Launcher:
         if started:
             grpc_address = address(settings.host, grpc_server.port)
             scheme = "http" if settings.tls is None else "https"
-            key = bool(settings.http.api_keys)
-            self._display.ready(self._engine.model_name, f"{scheme}://{http_address}", grpc_address, key)
+            key, playground = bool(settings.http.api_keys), settings.http.enable_playground
+            self._display.ready(self._engine.model_name, f"{scheme}://{http_address}", grpc_address, key, playground)
             print(f"jaxserve ready http={http_address} grpc={grpc_address}", flush=True)
             await self._stop.wait()
             self._display.note(f"stopping: open requests have {settings.drain_grace_s:g} s; a second signal ends now")
@@ -136,8 +136,7 @@ class Launcher:
     async def _end_engine(self, started: bool) -> int:
         if self._engine.error is not None and not started:
             # The engine's thread has ended by itself.
-            error = self._engine.error
-            print(f"jaxserve: the engine did not start: {error}", file=sys.stderr)
+            self._display.fail(start_error(self._engine.error))
             return 1
         if not started:
             # Loading or compiling cannot be interrupted, and nothing of it is worth waiting for.

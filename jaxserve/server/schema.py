@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, FailFast
 
-from jaxserve.core import SamplingParams, Terms
+from jaxserve.core import MAX_TRACEPARENT, SamplingParams, Terms
 from jaxserve.server.auth import agreed_tenant
 from jaxserve.server.field_checks import (
     bias_token_id,
@@ -61,6 +61,8 @@ class GenerationRequest(StructuredFields):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     ELSEWHERE: ClassVar[tuple[str, dict[str, tuple[Any, ...]]]]
     """Another route, and its fields that this one would ignore, with the values that ask for nothing."""
+    OPERATION: ClassVar[str] = "text_completion"
+    """As OpenTelemetry's conventions name it."""
     ROOM: ClassVar[int] = 1
     """Output tokens to keep free for a prompt that is cut to what fits, when `max_tokens` does not say."""
 
@@ -179,6 +181,8 @@ class GenerationRequest(StructuredFields):
             service_class=service_class,
             tenant=agreed_tenant(tenant, key_tenant),
             cache_salt=self.cache_salt or "",
+            operation=self.OPERATION,
+            traceparent=headers.get("traceparent", "")[:MAX_TRACEPARENT],
         )
 
     def sampling_params(self, **overrides: Any) -> SamplingParams:
@@ -270,6 +274,7 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     ELSEWHERE = ("/v1/completions", {"prompt": (), "echo": (False,)})
+    OPERATION = "chat"
 
     messages: list[Any] | None = None
     max_completion_tokens: int | None = None

@@ -17,6 +17,7 @@ class HttpSettings:
       allowed_origins: of web pages that may read answers (CORS); "*": all; none: CORS is off.
       max_body_bytes: largest request body.
       metrics_compat: "vllm" exports metrics under vLLM's names too; "" does not.
+      enable_playground: `/` is the playground.
       profile_dir: folder for the traces of `/start_profile`; "": none are written.
     """
 
@@ -26,3 +27,4 @@ class HttpSettings:
     max_body_bytes: int = 8 << 20
     metrics_compat: str = ""
     profile_dir: str = ""
+    enable_playground: bool = True

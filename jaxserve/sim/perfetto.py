@@ -5,8 +5,8 @@ One track per slot shows who held it: a "prefill" span from a request's first ch
 has one span per iteration, and as instants what was refused, aborted, expired or preempted. Counters are
 set when an iteration ends: queue, pages and tokens.
 
-The trace holds no slots, so the export replays it and takes them from the plans. Times are microseconds
-since the trace's first instant; equal traces give equal files.
+A trace file holds no slots, so the export replays it and takes them from the plans; what an engine keeps in memory
+(`Recording`) has them. Times are microseconds since the trace's first instant; equal traces give equal files.
 
 Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -17,6 +17,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from jaxserve.core import ChunkView, IterationView, Recording
 from jaxserve.scheduler.plan import StepPlan
 from jaxserve.scheduler.trace_reader import (
     AbortEvent,
@@ -45,32 +46,46 @@ class _Holding:
     num_iterations: int
 
 
-class PerfettoWriter:
-    """Writes the export to `file` while it is told of a replay; `close` completes it.
+class PerfettoFile:
+    """Draws iterations and events into `file`; `close` completes it.
 
     Args:
       file: open for text.
-      header: of the trace.
+      model: for the title.
+      num_slots: a track for each.
     """
 
-    def __init__(self, file: TextIO, header: TraceHeader) -> None:
+    def __init__(self, file: TextIO, model: str, num_slots: int) -> None:
         self._file = file
-        self._spans = Spans()
         self._holdings: dict[int, _Holding] = {}  # by slot
         self._origin: float | None = None
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        file.write(_line(_metadata("process_name", _ENGINE_TRACK, name=f"jaxserve {header.model}".strip())))
-        tracks = ["engine", *(f"slot {slot}" for slot in range(header.config.max_num_seqs))]
+        file.write(_line(_metadata("process_name", _ENGINE_TRACK, name=f"jaxserve {model}".strip())))
+        tracks = ["engine", *(f"slot {slot}" for slot in range(num_slots))]
         for track, name in enumerate(tracks):
             self._put(_metadata("thread_name", track, name=name))
             self._put(_metadata("thread_sort_index", track, sort_index=track))
 
-    def __call__(self, record: EventsRecord, plan: StepPlan | None) -> None:
-        """Takes in a record and, for an iteration's, its plan."""
-        for event in record.events:
-            self._instant_of(event)
-        if isinstance(record, IterationRecord) and plan is not None:
-            self._draw(record, plan, self._spans.of(record))
+    def begin_at(self, now: float) -> None:
+        """Makes `now` the time 0, unless something has been drawn."""
+        self._microseconds(now)
+
+    def iteration(self, view: IterationView) -> None:
+        """Draws the next iteration."""
+        self._step(view)
+        for request_id in view.preempted:
+            self.instant("preempted", view.preempted_at, {"request": request_id})
+        for slot in view.placed:
+            self._end(slot)
+        for slot, request_id in zip(view.decode_slots, view.decode_ids, strict=True):
+            self._hold(slot, request_id, "decode", 1, view)
+        for chunk in view.prefill:
+            self._hold(chunk.slot, chunk.request_id, "prefill", chunk.num_tokens, view)
+
+    def instant(self, name: str, now: float, args: dict[str, Any]) -> None:
+        """Draws something that took no time."""
+        place = {"pid": _PROCESS, "tid": _ENGINE_TRACK, "ts": self._microseconds(now)}
+        self._put({"ph": "i", "name": name, "cat": "event", **place, "s": "p", "args": args})
 
     def close(self) -> None:
         """Writes what is open and the end; the file stays open."""
@@ -78,33 +93,19 @@ class PerfettoWriter:
             self._end(slot)
         self._file.write("\n]}\n")
 
-    def _draw(self, record: IterationRecord, plan: StepPlan, span: Span) -> None:
-        self._iteration(record, plan, span)
-        for request_id in plan.preempted:
-            self._instant("preempted", record.now, {"request": request_id})
-        for placement in plan.placements:
-            self._end(placement.slot)
-        for row in plan.decode:
-            self._hold(row.slot, row.request_id, "decode", 1, span)
-        for chunk in plan.prefill:
-            self._hold(chunk.slot, chunk.request_id, "prefill", len(chunk.token_ids), span)
+    def _step(self, view: IterationView) -> None:
+        numbers = {"iteration": view.iteration, "bucket": view.bucket}
+        self._complete(_ENGINE_TRACK, "step", "iteration", view.began_at, view.ended_at, numbers)
+        self._counter("tokens", view.began_at, decode=len(view.decode_ids), prefill=view.num_prefill_tokens)
+        self._counter("queue", view.ended_at, requests=view.num_waiting)
+        self._counter("pages", view.ended_at, owned=view.pages_owned, cached=view.pages_cached, free=view.pages_free)
 
-    def _iteration(self, record: IterationRecord, plan: StepPlan, span: Span) -> None:
-        decode, prefill = len(plan.decode), plan.num_tokens - len(plan.decode)
-        numbers = {"iteration": record.iteration, "bucket": record.data.get("bucket")}
-        self._complete(_ENGINE_TRACK, "step", "iteration", span.began_at, span.ended_at, numbers)
-        self._counter("tokens", span.began_at, decode=decode, prefill=prefill)
-        self._counter("queue", span.ended_at, requests=len(record.queue))
-        self._counter(
-            "pages", span.ended_at, owned=record.pages_owned, cached=record.pages_cached, free=record.pages_free
-        )
-
-    def _hold(self, slot: int, request_id: str, phase: str, num_tokens: int, span: Span) -> None:
+    def _hold(self, slot: int, request_id: str, phase: str, num_tokens: int, view: IterationView) -> None:
         holding = self._holdings.get(slot)
         if holding is None or (holding.request_id, holding.phase) != (request_id, phase):
             self._end(slot)
-            holding = self._holdings[slot] = _Holding(request_id, phase, span.began_at, span.ended_at, 0, 0)
-        holding.ended_at = span.ended_at
+            holding = self._holdings[slot] = _Holding(request_id, phase, view.began_at, view.ended_at, 0, 0)
+        holding.ended_at = view.ended_at
         holding.num_tokens += num_tokens
         holding.num_iterations += 1
 
@@ -114,21 +115,6 @@ class PerfettoWriter:
             numbers = {"request": holding.request_id, "tokens": holding.num_tokens, "steps": holding.num_iterations}
             name = f"{holding.phase} {holding.request_id}"
             self._complete(slot + 1, name, holding.phase, holding.began_at, holding.ended_at, numbers)
-
-    def _instant_of(self, event: TraceEvent) -> None:
-        match event:
-            case AddEvent() if not event.accepted:
-                self._instant("rejected", event.now, {"request": event.request_id, "reason": event.outcome})
-            case AddEvent():
-                self._microseconds(event.now)  # the origin, when it is the first
-            case AbortEvent():
-                self._instant("aborted", event.now, {"request": event.request_id, "reason": str(event.reason)})
-            case ExpireEvent():
-                self._instant("expired", event.now, {"request": event.request_id})
-
-    def _instant(self, name: str, now: float, args: dict[str, Any]) -> None:
-        place = {"pid": _PROCESS, "tid": _ENGINE_TRACK, "ts": self._microseconds(now)}
-        self._put({"ph": "i", "name": name, "cat": "event", **place, "s": "p", "args": args})
 
     def _complete(
         self, track: int, name: str, cat: str, began_at: float, ended_at: float, args: dict[str, Any]
@@ -147,6 +133,73 @@ class PerfettoWriter:
 
     def _put(self, event: dict[str, Any]) -> None:
         self._file.write(",\n" + _line(event))
+
+
+class PerfettoWriter(PerfettoFile):
+    """Draws a trace while it is told of its replay.
+
+    Args:
+      file: open for text.
+      header: of the trace.
+    """
+
+    def __init__(self, file: TextIO, header: TraceHeader) -> None:
+        super().__init__(file, header.model, header.config.max_num_seqs)
+        self._spans = Spans()
+
+    def __call__(self, record: EventsRecord, plan: StepPlan | None) -> None:
+        """Takes in a record and, for an iteration's, its plan."""
+        for event in record.events:
+            self._event(event)
+        if isinstance(record, IterationRecord) and plan is not None:
+            self.iteration(_view(record, plan, self._spans.of(record)))
+
+    def _event(self, event: TraceEvent) -> None:
+        match event:
+            case AddEvent() if not event.accepted:
+                self.instant("rejected", event.now, {"request": event.request_id, "reason": event.outcome})
+            case AddEvent():
+                self.begin_at(event.now)
+            case AbortEvent():
+                self.instant("aborted", event.now, {"request": event.request_id, "reason": str(event.reason)})
+            case ExpireEvent():
+                self.instant("expired", event.now, {"request": event.request_id})
+
+
+def write_recording(recording: Recording, file: TextIO) -> None:
+    """Draws what an engine kept in memory."""
+    drawing = PerfettoFile(file, recording.model, recording.max_num_seqs)
+    began = [view.began_at for view in recording.iterations[:1]] + [event.now for event in recording.events[:1]]
+    if began:
+        drawing.begin_at(min(began))
+    for event in recording.events:
+        drawing.instant(event.name, event.now, {"request": event.request_id, "reason": event.reason})
+    last_ended_at = float("-inf")
+    for view in recording.iterations:
+        # One that was planned ahead began when the one before had ended.
+        view = view._replace(began_at=max(view.began_at, last_ended_at))
+        drawing.iteration(view)
+        last_ended_at = view.ended_at
+    drawing.close()
+
+
+def _view(record: IterationRecord, plan: StepPlan, span: Span) -> IterationView:
+    return IterationView(
+        iteration=record.iteration,
+        began_at=span.began_at,
+        ended_at=span.ended_at,
+        bucket=record.data.get("bucket"),
+        decode_slots=plan.decode.slots,
+        decode_ids=plan.decode.request_ids,
+        prefill=tuple(ChunkView(chunk.slot, chunk.request_id, len(chunk.token_ids)) for chunk in plan.prefill),
+        placed=tuple(placement.slot for placement in plan.placements),
+        preempted=plan.preempted,
+        preempted_at=record.now,
+        num_waiting=len(record.queue),
+        pages_free=record.pages_free,
+        pages_cached=record.pages_cached,
+        pages_owned=record.pages_owned,
+    )
 
 
 def _metadata(kind: str, track: int, **args: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.bench.__main__ import main
 from jaxserve.bench.offline import figures
-from jaxserve.engine.engine import EngineStats
+from jaxserve.engine.stats import EngineStats
 
 
 def test_figures_of_a_run_worked_by_hand():

@@ -8,6 +8,7 @@ text instead, cut into pieces, and ends by itself.
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,13 +18,17 @@ from prometheus_client import CollectorRegistry, Gauge
 from jaxserve.core import (
     CompletionOutput,
     EngineDeadError,
+    EngineTotals,
+    EngineView,
     Logprob,
     NotReadyError,
+    Recording,
     RejectedError,
     Rejection,
     RequestFailedError,
     RequestOutput,
     SamplingParams,
+    SlotView,
     StructuredOutputs,
     Submission,
 )
@@ -116,6 +121,7 @@ class FakeStream:
         self.cancelled = asyncio.Event()
         self._engine = engine
         self._params = params
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def cancel(self) -> None:
         if self._engine.live.pop(self.request_id, None) is not None:
@@ -131,6 +137,8 @@ class FakeStream:
                 yield delta
             return
         max_tokens = 64 if self._params.max_tokens is None else self._params.max_tokens
+        if self._engine.text is not None:
+            max_tokens = min(max_tokens, len(self._engine.text.encode()))
         for step in range(max(max_tokens, 1)):
             for index in range(self.n):
                 yield await self._delta(index, step, max_tokens)
@@ -173,9 +181,13 @@ class FakeStream:
         if max_tokens == 0:
             return FakeDelta(index, "", [], None, "length", prompt_logprobs=scores)
         token_id = output_id(self.prompt_token_ids, index, step)
+        text = chr(token_id)
+        if engine.text is not None:
+            token_id = engine.text.encode()[step]
+            text = self._decoder.decode(bytes([token_id]))
         logprobs = None if self._params.logprobs is None else [_scores(token_id, self._params.logprobs)]
         finish = "length" if step + 1 == max_tokens else None
-        return FakeDelta(index, chr(token_id), [token_id], logprobs, finish, prompt_logprobs=scores)
+        return FakeDelta(index, text, [token_id], logprobs, finish, prompt_logprobs=scores)
 
     async def collect(self) -> RequestOutput:
         outputs = [CompletionOutput(index) for index in range(self.n)]
@@ -201,6 +213,7 @@ class FakeEngine:
       expire_after: end with "expired" at that step.
       max_live: more are refused as a full queue.
       script, script_piece: every choice's text, and how many characters of it come at once.
+      text: what every request outputs instead, a byte a token.
     """
 
     def __init__(self) -> None:
@@ -221,10 +234,15 @@ class FakeEngine:
         self.max_live = 100
         self.script: str | None = None
         self.script_piece = 3
+        self.text: str | None = None
+        self.num_views = 0
         self.live: dict[str, FakeStream] = {}
         self.num_cancelled = 0
         self.num_resets = 0
         self.profiles: list[str] = []
+        self._totals = EngineTotals(iterations=3, decode_tokens=7)
+        self.recorded = Recording("fake", 8, (), ())
+        self.asked_recordings: list[tuple[int, float]] = []
         self.submitted: list[dict[str, Any]] = []
 
     def start(self) -> None:
@@ -233,6 +251,23 @@ class FakeEngine:
     @property
     def load(self) -> FakeLoad:
         return FakeLoad(len(self.live), 0, len(self.live) / self.max_live)
+
+    @property
+    def totals(self) -> EngineTotals:
+        return self._totals
+
+    def view(self, num_iterations: int = 0) -> EngineView:
+        self.num_views += 1
+        iterations = self.recorded.iterations[-num_iterations:] if num_iterations else ()
+        slots = tuple(
+            SlotView(slot, request_id, "decode", 4, 6, 3, 8, 0, 1, 0, 0, "", "", 0.5)
+            for slot, request_id in enumerate(self.live)
+        )
+        return EngineView(1.0, len(self.live), 0, 0, 8, 16, 79, 70, 4, 5, self._totals, slots, (), iterations)
+
+    def recording(self, num_iterations: int, seconds: float) -> Recording:
+        self.asked_recordings.append((num_iterations, seconds))
+        return self.recorded
 
     def reset_prefix_cache(self) -> None:
         self.num_resets += 1
@@ -258,7 +293,9 @@ class FakeEngine:
         return [self._submit(submission) for submission in submissions]
 
     def _submit(self, submission: Submission) -> FakeStream:
-        self.submitted.append({"params": submission.params, "terms": submission.terms})
+        self.submitted.append(
+            {"params": submission.params, "terms": submission.terms, "prompt": submission.prompt_token_ids}
+        )
         stream = FakeStream(self, submission.request_id, submission.prompt_token_ids, submission.params)
         self.live[submission.request_id] = stream
         self.metrics.running.set(len(self.live))

@@ -1,4 +1,4 @@
-"""`python -m tests.server.fake_main GRACE STEP_S [HTTP_PORT]`: the launcher over a `FakeEngine`, for signal tests."""
+"""`python -m tests.server.fake_main GRACE STEP_S [HTTP_PORT [GRPC_PORT]]`: the launcher over a `FakeEngine`."""
 
 import asyncio
 import sys
@@ -12,7 +12,8 @@ async def main() -> int:
     engine = FakeEngine()
     engine.step_s = float(sys.argv[2])
     http_port = int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    settings = ServerSettings(http_port=http_port, grpc_port=0, drain_grace_s=float(sys.argv[1]))
+    grpc_port = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+    settings = ServerSettings(http_port=http_port, grpc_port=grpc_port, drain_grace_s=float(sys.argv[1]))
     return await Launcher(engine, settings, StartupDisplay()).run()
 
 

@@ -52,7 +52,9 @@ class RunningServer:
         service = GenerationService(self.engine)
         app = build_app(self.engine, self._settings, service)
         options = uvicorn_options(self._tls)
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, **options))
+        self._server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=2, **options)
+        )
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         grpc_server = GrpcServer(service, "127.0.0.1", 0, self._settings, self._tls)
         self.grpc_address = f"127.0.0.1:{grpc_server.port}"

@@ -1,6 +1,7 @@
 """The whole process: ready line, signals, draining, failed starts."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -14,7 +15,11 @@ import time
 import httpx
 import pytest
 
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
 from jaxserve.server.console import curl_line
+from jaxserve.server.dry_run import dry_run
+from jaxserve.server.start_errors import start_error
 from tests.server.running import error_of, events_of, until
 
 
@@ -162,6 +167,74 @@ def test_the_real_command_serves_drains_and_names_what_is_wrong(start, tiny_mode
     shown = "".join(server.errors)
     assert "KV pool" in shown and "warm-up" in shown and f"curl {server.url}/v1/chat/completions" in shown
     assert missing.wait(60) == 1 and str(tmp_path) in missing.errors[-1]
+
+
+def test_a_grpc_port_in_use_is_named_with_its_flag(start):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = start("tests.server.fake_main", 1, 0, 0, port)
+        assert server.wait() == 1
+    assert f"127.0.0.1:{port}" in server.errors[-1] and "--grpc_port" in server.errors[-1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8589934592 bytes.\nmore"),
+        RuntimeError("INTERNAL: CUDA out of memory"),
+    ],
+)
+def test_too_little_memory_names_what_to_change(error):
+    text = start_error(error)
+    assert "out of memory" in text and "\n" not in text
+    for flag in ("memory_fraction", "num_pages", "max_num_seqs", "max_model_len", "dtype", "tensor_parallel_size"):
+        assert f"--{flag}" in text
+
+
+def test_another_failure_is_told_as_it_is():
+    assert start_error(ValueError("max_model_len is 9")) == "the engine did not start: max_model_len is 9"
+
+
+def test_the_dry_run_has_the_plan_of_the_server_or_says_why_there_is_none(capsys, tiny_model_dir, tmp_path):
+    settings = dict(dtype="float32", max_num_seqs=4, max_num_batched_tokens=64, page_size=16, compile_cache="")
+    config = EngineConfig(
+        model=str(tiny_model_dir), num_pages=80, table_width_buckets=(8,), max_model_len=128, **settings
+    )
+    assert dry_run(config, "json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_pages"] == 80 and plan["max_tokens"] == 79 * 16 and plan["workspace_bytes"] > 0
+    loaded = Engine(config).runner.memory_plan
+    assert {key: plan[key] for key in ("weights_bytes", "kv_bytes", "state_bytes", "workspace_bytes")} == {
+        key: getattr(loaded, key) for key in ("weights_bytes", "kv_bytes", "state_bytes", "workspace_bytes")
+    }
+    assert dry_run(config, "text") == 0
+    assert "memory: KV pool: 80 pages" in capsys.readouterr().out
+    assert dry_run(dataclasses.replace(config, num_pages=10**9), "text") == 1
+    assert "lower num_pages or raise memory_fraction" in capsys.readouterr().err
+    assert dry_run(dataclasses.replace(config, model=str(tmp_path)), "text") == 1
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_under_json_every_line_of_the_command_is_an_object(start, tiny_model_dir, tmp_path):
+    server = start(
+        "jaxserve.server",
+        f"--model={tiny_model_dir}",
+        *("--http-port=0", "--grpc-port=0", "--max_num_seqs=2", "--num_pages=20", "--max_model_len=128"),
+        *("--decode_buckets=2", "--prefill_buckets=16", "--table_width_buckets=8", "--max_num_batched_tokens=16"),
+        *("--log_format=json", "--log_requests", "--stats_interval_s=0.2", "--served_model_name=tiny"),
+        JAXSERVE_CACHE=str(tmp_path),
+    ).ready()
+    body = {"prompt": "not to be logged", "max_tokens": 5, "request_id": "one", "ignore_eos": True}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+    until(lambda: any('"logger":"jaxserve.server.stats"' in line for line in server.errors), what="a stats line")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(30) == 0
+    records = [json.loads(line) for line in server.errors]
+    (request,) = [record for record in records if record["logger"] == "jaxserve.server.requests"]
+    assert (request["request_id"], request["output_tokens"], request["status"]) == ("one", 5, 200)
+    assert any("memory: KV pool" in record["message"] for record in records)
+    assert "not to be logged" not in "".join(server.errors)
 
 
 def test_the_curl_line_is_one_shell_command_with_valid_json():

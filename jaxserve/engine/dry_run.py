@@ -1,0 +1,45 @@
+"""The memory plan of an engine that is not started: the model's configuration is read, its weights are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.validation import context_length
+from jaxserve.loading import model_config_of, resolve_model
+from jaxserve.models import ModelConfig, make_params, param_shardings, stack_layers
+from jaxserve.runtime import MemoryPlan, ModelRunner, enable_compile_cache, make_mesh, scans_layers
+
+
+def memory_plan_of(config: EngineConfig) -> MemoryPlan:
+    """What an engine of these settings would plan now; compiles its largest step, into the compilation cache.
+
+    Raises:
+      ValueError: settings that do not fit the model or the machine, memory included.
+      CheckpointError, UnsupportedModelError: the model cannot be loaded.
+    """
+    enable_compile_cache(config.compile_cache)
+    model_config = model_config_of(resolve_model(config.model))
+    mesh = make_mesh(config.tensor_parallel_size)
+    max_model_len = context_length(model_config.max_position_embeddings, config.max_model_len)
+    params = _abstract_params(model_config, config, mesh)
+    return ModelRunner(model_config, params, config, max_model_len, mesh).memory_plan
+
+
+def _abstract_params(model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
+    """The parameters' shapes, dtypes and shardings."""
+    stacked = scans_layers(config.scan_layers, mesh)
+
+    def shapes() -> Any:
+        params = make_params(model_config, lambda weight: jnp.zeros(weight.shape, config.dtype))
+        return stack_layers(params) if stacked else params
+
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(shapes),
+        param_shardings(model_config, mesh, stacked=stacked),
+    )

@@ -1,0 +1,1 @@
+"""`python -m jaxserve.top`: a live view of a server in the terminal."""

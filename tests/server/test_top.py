@@ -1,0 +1,120 @@
+"""`python -m jaxserve.top`: one frame of a server that works, and what is said of one that cannot be read."""
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from jaxserve.config.api_keys import ApiKey
+from jaxserve.server.settings import HttpSettings
+from jaxserve.sim.metric_samples import MetricSamples
+from jaxserve.top.__main__ import main
+from tests.server.fake_engine import FakeEngine
+from tests.server.running import RunningServer, until
+
+
+def top(*words):
+    """Exit status and what the console shows."""
+    file = io.StringIO()
+    status = main(["prog", "--once", "--interval_s=0.1", *words], Console(file=file, width=140))
+    return status, file.getvalue()
+
+
+def test_a_frame_shows_slots_queue_pages_and_latencies(server, client):
+    engine = server.engine.engine
+    engine.monitor.keep(50)
+    client.post("/v1/completions", json={"prompt": "a", "max_tokens": 9, "ignore_eos": True})
+    engine.gate.clear()
+    body = {"prompt": "abcd", "n": 6, "max_tokens": 90, "stream": True, "ignore_eos": True, "request_id": "six"}
+    with client.stream("POST", "/v1/completions", json=body):
+        until(lambda: engine.scheduler.num_running == 4, what="four slots are taken")
+        status, shown = top(f"--url={server.url}/")
+    engine.gate.set()
+    assert status == 0
+    assert "tiny  ready" in shown and "4 running of 4 slots, 2 waiting" in shown
+    assert re.search(r"0 │ six#0 +│ +4/94", shown) and "six#5" in shown
+    assert "▒████████" in shown, "a chunk, then tokens"
+    assert re.search(r"TTFT +│ +[\d.]+ ms", shown) and re.search(r"ITL +│ +[\d.]+ ms", shown)
+    assert re.search(r"KV pages +[\d.]+ % used: \d+ owned, \d+ cached, \d+ free", shown)
+
+
+@pytest.fixture
+def keyed():
+    server = RunningServer(FakeEngine, HttpSettings(api_keys=(ApiKey("operator"), ApiKey("a-key", "alice"))))
+    yield server
+    server.stop()
+
+
+def test_a_keyed_server_is_read_with_its_key(keyed, capsys, monkeypatch):
+    status, _ = top(f"--url={keyed.url}")
+    assert status == 1 and "--api_key" in capsys.readouterr().err
+    status, shown = top(f"--url={keyed.url}", "--api_key=operator")
+    assert status == 0 and "fake  ready" in shown
+    monkeypatch.setenv("JAXSERVE_API_KEY", "a-key")
+    status, shown = top(f"--url={keyed.url}")
+    assert status == 0 and "0 running, 0 waiting" in shown and "slots and queue are not shown" in shown
+
+
+def test_a_loading_server_says_how_far_it_is(fake_server, capsys):
+    fake_server.engine.state, fake_server.engine.progress = "loading", (3, 7, "weights")
+    assert top(f"--url={fake_server.url}")[0] == 1
+    assert "not ready" in (said := capsys.readouterr().err) and "3 of 7" in said
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:1", "http://127.0.0.1:1 does not answer: "),
+        ("127.0.0.1:8000", "it must begin with http://"),
+    ],
+)
+def test_a_server_that_is_not_there_is_named(capsys, url, said):
+    assert top(f"--url={url}")[0] == 1
+    assert said in capsys.readouterr().err
+
+
+def test_the_live_view_ends_quietly_at_ctrl_c(fake_server, monkeypatch):
+    rounds = iter((None, KeyboardInterrupt))
+
+    def sleep(_):
+        if (what := next(rounds)) is not None:
+            raise what
+
+    monkeypatch.setattr("jaxserve.top.__main__.time.sleep", sleep)
+    file = io.StringIO()
+    assert main(["prog", f"--url={fake_server.url}"], Console(file=file, width=100)) == 0
+    assert "Latency, last" in file.getvalue()
+
+
+def test_while_a_server_is_away_the_last_frame_stays_with_the_reason(fake_server, monkeypatch):
+    rounds = iter((None, lambda: setattr(fake_server.engine, "state", "dead"), KeyboardInterrupt))
+
+    def sleep(_):
+        what = next(rounds)
+        if what is KeyboardInterrupt:
+            raise what
+        if what is not None:
+            what()
+
+    monkeypatch.setattr("jaxserve.top.__main__.time.sleep", sleep)
+    file = io.StringIO()
+    assert main(["prog", f"--url={fake_server.url}"], Console(file=file, width=100)) == 0
+    assert "is not ready: the engine stopped" in file.getvalue()
+
+
+def test_latencies_of_an_interval_are_those_of_its_requests_alone():
+    def text(fast, slow):
+        rows = [f'jaxserve:x_bucket{{le="1.0"}} {fast}', f'jaxserve:x_bucket{{le="2.0"}} {fast + slow}']
+        return "\n".join([*rows, f'jaxserve:x_bucket{{le="+Inf"}} {fast + slow}', "jaxserve:n_total 7"])
+
+    earlier, later = MetricSamples(text(100, 0)), MetricSamples(text(100, 10))
+    assert later.since(earlier).spread("x").count == 10 and 1.0 < later.since(earlier).spread("x").p50 <= 2.0
+    assert later.spread("x").p50 < 1.0 and later.since(earlier).total("n_total") == 0
+
+
+def test_it_needs_no_jax():
+    code = "import sys; import jaxserve.top.__main__; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
