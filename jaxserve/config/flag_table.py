@@ -326,7 +326,7 @@ FLAGS: tuple[Flag, ...] = (
         ("enable_playground", _BOOL, True, "serve the playground, a page to try the model, at /"),
         ("otlp_endpoint", _TEXT, None, "OTLP/HTTP collector that gets a span per request; needs the otel extra"),
         ("print_config", _BOOL, False, "print the settings as a flagfile, or as JSON under log_format json, and exit"),
-        ("dry_run", _BOOL, False, "print the memory plan without loading weights or compiling, and exit"),
+        ("dry_run", _BOOL, False, "print the memory plan, without loading weights or serving, and exit"),
     ),
     *_engine(
         "Operation",

@@ -40,7 +40,7 @@ from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
 from jaxserve.engine.output_processor import OutputDelta, RequestState
 from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.validation import ModelLimits, bad_token_ids, context_length, make_requests
+from jaxserve.engine.validation import ModelLimits, bad_token_ids, context_length, eos_token_ids, make_requests
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.models import stack_layers
 from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, enable_compile_cache, make_mesh, scans_layers
@@ -94,7 +94,7 @@ class Engine:
         self.limits = ModelLimits(
             vocab_size=loaded.config.vocab_size,
             max_model_len=self.max_model_len,
-            eos_token_ids=self._eos_token_ids(),
+            eos_token_ids=eos_token_ids(loaded.config, self._tokenizer),
         )
         self.runner = ModelRunner(
             loaded.config,
@@ -291,7 +291,8 @@ class Engine:
             self._deliver_step(events, output, now)
             # Stop strings found just now ended their requests: nothing is left to say about those.
             self.scheduler.take_events()
-            self._count(plan, output, events)
+            self.stats.count(plan, output.bucket, events.num_tokens)
+            self.metrics.iteration(plan.num_tokens)
             self.monitor.iteration(plan, output.bucket.name, planned_at, now)
             self._observe_load()
         self.stats.device_s += collected - dispatched
@@ -387,16 +388,6 @@ class Engine:
             self.metrics.finished(state, reason)
         self.monitor.ended(state, reason, now)
 
-    def _count(self, plan: StepPlan, output: StepOutput, events: TokenEvents) -> None:
-        stats = self.stats
-        stats.iterations += 1
-        stats.slot_steps += len(plan.decode) + len(plan.prefill)
-        stats.tokens += (num_tokens := plan.num_tokens)
-        stats.prefill_tokens += num_tokens - len(plan.decode)
-        stats.padded_tokens += output.bucket.decode_rows + output.bucket.prefill_tokens
-        stats.output_tokens += events.num_tokens
-        self.metrics.iteration(num_tokens)
-
     def _count_preemptions(self, plan: StepPlan) -> None:
         counters, page_bytes = self.scheduler.counters, self.runner.page_bytes
         swapped = {name: pages * page_bytes for name, pages in counters.swapped_pages_of.items()}
@@ -405,11 +396,3 @@ class Engine:
     def _observe_load(self) -> None:
         self.metrics.load(self.load)
         self.metrics.set_compiles(COMPILES.count)
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        """Of the model's configuration and the tokenizer; a tokenizer may know ids that the model lacks."""
-        ids = {*self.model_config.eos_token_ids, *(self._tokenizer.eos_ids if self._tokenizer else ())}
-        unknown = sorted(i for i in ids if not 0 <= i < self.model_config.vocab_size)
-        if unknown:
-            logging.warning("EOS ids %s are outside the model's vocabulary and never end an output", unknown)
-        return tuple(sorted(ids.difference(unknown)))

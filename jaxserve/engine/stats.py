@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxserve.scheduler import StepPlan
+from jaxserve.tables import Bucket
+
 
 @dataclass(slots=True)
 class EngineStats:
@@ -29,6 +32,16 @@ class EngineStats:
     cache_hits: int = 0
     host_s: float = 0.0
     device_s: float = 0.0
+
+    def count(self, plan: StepPlan, bucket: Bucket, num_sampled: int) -> None:
+        """Adds an iteration that ran in `bucket` and sampled `num_sampled` tokens for live requests."""
+        num_tokens = plan.num_tokens
+        self.iterations += 1
+        self.slot_steps += len(plan.decode) + len(plan.prefill)
+        self.tokens += num_tokens
+        self.prefill_tokens += num_tokens - len(plan.decode)
+        self.padded_tokens += bucket.decode_rows + bucket.prefill_tokens
+        self.output_tokens += num_sampled
 
     def slot_utilisation(self, slots: int) -> float:
         """Slots with work over all `slots`, mean over iterations; in [0, 1]."""

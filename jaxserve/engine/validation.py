@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from absl import logging
+
 from jaxserve.config import ServiceClass
 from jaxserve.core import NO_TERMS, Priority, Request, SamplingParams, Terms, choice_seed
+from jaxserve.models import ModelConfig
+from jaxserve.text import Tokenizer
 
 _NO_CLASS = ServiceClass("none")
 
@@ -41,6 +45,15 @@ def context_length(limit: int, asked: int | None) -> int:
     if asked > limit:
         raise ValueError(f"max_model_len is {asked}; the model's limit is {limit} (max_position_embeddings)")
     return asked
+
+
+def eos_token_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Of the model's configuration and the tokenizer; a tokenizer may know ids that the model lacks."""
+    ids = {*config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
+    unknown = sorted(i for i in ids if not 0 <= i < config.vocab_size)
+    if unknown:
+        logging.warning("EOS ids %s are outside the model's vocabulary and never end an output", unknown)
+    return tuple(sorted(ids.difference(unknown)))
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
