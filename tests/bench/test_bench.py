@@ -94,3 +94,14 @@ def test_too_few_pages_for_a_request_are_named(tiny_model_dir, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "preemption", f"--model={tiny_model_dir}", "--slots=2", "--page_share=0.1"])
     assert "page_share is 0.1: 1 pages for 2 slots; a request needs 6" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_structured_measures_masks_beside_none(tiny_model_dir, tmp_path):
+    output = tmp_path / "figures.json"
+    settings = ["--dtypes=float32", "--slots=2", "--prompt-tokens=8", "--output-tokens=16", "--runs=1"]
+    main(["bench", "structured", f"--model={tiny_model_dir}", *settings, f"--output={output}"])
+    (result,) = json.loads(output.read_text())["results"]
+    assert (result["slots"], result["dtype"]) == (2, "float32")
+    assert result["mask_us_per_token"] > 0 and result["accept_us_per_token"] > 0
+    assert 0 < result["share_of_step"] < 1 and result["ratio"] > 0

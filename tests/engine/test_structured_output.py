@@ -270,3 +270,31 @@ def test_what_cannot_be_followed_is_refused_before_anything_runs(llm):
 def test_without_a_tokenizer_there_are_no_grammars(make_llm):
     with pytest.raises(ValueError, match="structured_outputs needs a tokenizer"):
         run(make_llm(skip_tokenizer_init=True), bound(regex="a"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scarce", [False, True])
+def test_the_demo_models_documents_of_200_schemas_are_valid(scarce):
+    from jaxserve import LLM
+
+    pages = {"num_pages": 66, "page_size": 4, "reservation": "optimistic", "preemption": "recompute"} if scarce else {}
+    llm = LLM(
+        "smollm2-135m",
+        max_model_len=256,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        decode_buckets=(16,),
+        prefill_buckets=(64,),
+        table_width_buckets=(64,) if scarce else (16,),
+        **pages,
+    )
+    compiles = COMPILES.count
+    prompts = [f"Number {i}, as JSON: " for i in range(NUM_SCHEMAS)]
+    params = [
+        bound(json=random_schema(i), temperature=0.7, seed=i, max_tokens=200, whitespace_pattern="[ \\n]{1,2}")
+        for i in range(NUM_SCHEMAS)
+    ]
+    assert_valid(llm.generate(prompts, params, use_tqdm=False))
+    assert COMPILES.count == compiles
+    if scarce:
+        assert llm.engine.scheduler.counters.preemptions > 10
