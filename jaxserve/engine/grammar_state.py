@@ -3,8 +3,7 @@
 A request's state follows its output token by token, on the host alone; so a preemption, whatever becomes of pages
 and slots, leaves it as it is. Rules where a grammar meets the request's other settings:
 
-- the mask is the grammar's, less what `allowed_token_ids` and `bad_words` bar; a request to which that leaves nothing
-  fails;
+- the mask is the grammar's, less what `allowed_token_ids` and `bad_words` bar; if nothing is left, the request fails;
 - EOS is in it where the grammar may end, but not under `ignore_eos`, nor before `min_tokens`;
 - an output ends, with reason "stop", when its grammar allows nothing more, `min_tokens` or not. That is mostly known
   when its last token is there; where it shows only in the next mask, the token sampled meanwhile is dropped.

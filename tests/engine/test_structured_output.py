@@ -277,7 +277,7 @@ def test_without_a_tokenizer_there_are_no_grammars(make_llm):
 def test_the_demo_models_documents_of_200_schemas_are_valid(scarce):
     from jaxserve import LLM
 
-    pages = {"num_pages": 66, "page_size": 4, "reservation": "optimistic", "preemption": "recompute"} if scarce else {}
+    pages = {"num_pages": 44, "page_size": 8, "reservation": "optimistic", "preemption": "recompute"} if scarce else {}
     llm = LLM(
         "smollm2-135m",
         max_model_len=256,
@@ -285,7 +285,7 @@ def test_the_demo_models_documents_of_200_schemas_are_valid(scarce):
         max_num_batched_tokens=64,
         decode_buckets=(16,),
         prefill_buckets=(64,),
-        table_width_buckets=(64,) if scarce else (16,),
+        table_width_buckets=(32,) if scarce else (16,),
         **pages,
     )
     compiles = COMPILES.count
