@@ -27,7 +27,7 @@ from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import SlotState
 from jaxserve.tables import Bucket
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, TableLayout, sample_fields
-from pallas_kernels.kv_write import write_kv
+from pallas_kernels.kv_write import choose_write, write_kv
 from pallas_kernels.paged_attention import paged_attention
 
 PROMPT_SCORE_ROWS = 32
@@ -126,7 +126,7 @@ def _make_attend(
         def local(
             layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPool, tables: dict[str, Any]
         ) -> tuple[jax.Array, KVPool]:
-            cache = _write(cache, layer, k, v, tables["page_ids"], tables["offsets"])
+            cache = _write(cache, layer, k, v, tables, rows, kv.implementation)
             over_pages = partial(
                 paged_attention,
                 scales=cache.scales,
@@ -156,11 +156,21 @@ def _make_attend(
 
 
 def _write(
-    cache: KVPool, layer: jax.Array, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array
+    cache: KVPool, layer: jax.Array, k: jax.Array, v: jax.Array, tables: dict[str, Any], rows: int, attention: str
 ) -> KVPool:
-    if cache.scales is None:
-        return KVPool(write_kv(cache.pages, layer, k, v, page_ids, offsets), None)
-    return KVPool(*write_kv(cache.pages, layer, k, v, page_ids, offsets, cache.scales))
+    """The pool with every token's K and V. A kernel is told which tokens follow each other: one call for each kind."""
+    pages, places = cache.pages, (tables["page_ids"], tables["offsets"])
+    implementation = choose_write(pages, attention)
+    if cache.scales is not None:
+        return KVPool(*write_kv(pages, layer, k, v, *places, cache.scales, implementation=implementation))
+    kinds = [(slice(None), None)]
+    if implementation != "xla":
+        kinds = [(slice(rows), None), (slice(rows, None), tables["prefill_starts"])]
+    for part, starts in kinds:
+        if k[part].shape[0]:
+            new = (k[part], v[part], *(place[part] for place in places))
+            pages = write_kv(pages, layer, *new, starts=starts, implementation=implementation)
+    return KVPool(pages, None)
 
 
 def _write_places(

@@ -7,8 +7,11 @@ from typing import overload
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.pool import check_pool_form, check_pool_rows, check_scales
+from pallas_kernels.common.pool import QUANTISED_DTYPES, check_pool_form, check_pool_rows, check_scales
+from pallas_kernels.kv_write.mosaic_tpu import write_kv_mosaic_tpu
 from pallas_kernels.kv_write.quantise import quantise
+
+IMPLEMENTATIONS = ("xla", "mosaic_tpu")
 
 
 @overload
@@ -20,6 +23,10 @@ def write_kv(
     page_ids: jax.Array,
     offsets: jax.Array,
     scales: None = None,
+    *,
+    starts: jax.Array | None = None,
+    implementation: str = "auto",
+    interpret: bool = False,
 ) -> jax.Array: ...
 
 
@@ -32,6 +39,10 @@ def write_kv(
     page_ids: jax.Array,
     offsets: jax.Array,
     scales: jax.Array,
+    *,
+    starts: jax.Array | None = None,
+    implementation: str = "auto",
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -43,25 +54,37 @@ def write_kv(
     page_ids: jax.Array,
     offsets: jax.Array,
     scales: jax.Array | None = None,
+    *,
+    starts: jax.Array | None = None,
+    implementation: str = "auto",
+    interpret: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Writes one K and one V vector per token and KV head, rounded to 8 bits if the pool is.
 
-    One scatter with an index per dimension but the last. In that form XLA updates a pool that is donated,
-    or carried through a loop, in place on CPU, GPU and TPU; README.md names the exceptions.
+    `xla` is one scatter with an index per dimension but the last. In that form XLA updates a pool that is donated,
+    or carried through a loop, in place on CPU, GPU and TPU; README.md names the exceptions. `mosaic_tpu` is a
+    kernel for TPU.
 
     Args:
       pool: [L, P, 2, K, S, D], or another form of `pallas_kernels.common.pool`; fewer than 2**31 vectors.
       layer: which layer's pages.
       k, v: [T, K, D].
-      page_ids: int32[T], each in [0, P); page 0 for padding, which may collide.
+      page_ids: int32[T], each in [0, P); page 0 for padding, which may collide, and which `mosaic_tpu` leaves out.
       offsets: int32[T], each in [0, S).
       scales: float32[L, P, 2, K, S] of an int8 or float8_e4m3fn pool; None for every other.
+      starts: int32[R + 1]: tokens starts[r] to starts[r + 1] follow each other in a sequence, those from starts[R]
+        on are padding, and no two sequences write to one page. None: no two tokens write to one page but page 0.
+        `xla` needs neither and does not look.
+      implementation: a name in `IMPLEMENTATIONS`, or "auto": `choose_write` for the default backend.
+      interpret: runs `mosaic_tpu` in Pallas' interpreter, on CPU.
 
     Returns:
       The pool with the rows replaced; with `scales`, (pool, scales).
 
     Raises:
-      ValueError: shapes or dtypes do not fit together, or the pool has too many rows for an int32 index.
+      ValueError: shapes or dtypes do not fit together, the pool has too many rows for an int32 index, or the
+        implementation does not exist, or it is to be interpreted and is no kernel.
+      NotImplementedError: `mosaic_tpu` lacks such a pool.
     """
     kv_heads, dim = pool.shape[3], k.shape[-1]
     tokens = page_ids.shape[0]
@@ -73,14 +96,34 @@ def write_kv(
         )
     check_pool_rows(pool.shape)
     check_scales(pool, scales)
+    if implementation == "auto":
+        implementation = choose_write(pool, "mosaic_tpu" if jax.default_backend() == "tpu" else "cpu")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"KV write implementation {implementation!r} does not exist; choose auto, xla or mosaic_tpu")
+    if interpret and implementation != "mosaic_tpu":
+        raise ValueError(f"{implementation} is no Pallas kernel; interpret=True is for mosaic_tpu")
     new = jnp.stack([k, v], axis=1)
-    if scales is None:
-        return _scatter(pool, layer, page_ids, offsets, _as_stored(pool, new.astype(pool.dtype)))
-    stored, new_scales = quantise(new, pool.dtype)
-    return (
-        _scatter(pool, layer, page_ids, offsets, _as_stored(pool, stored)),
-        _scatter(scales, layer, page_ids, offsets, new_scales),
-    )
+    if scales is not None:
+        if implementation != "xla":
+            raise NotImplementedError(f"the pool is {pool.dtype}; mosaic_tpu has bfloat16 and float32, xla has all")
+        stored, new_scales = quantise(new, pool.dtype)
+        return (
+            _scatter(pool, layer, page_ids, offsets, _as_stored(pool, stored)),
+            _scatter(scales, layer, page_ids, offsets, new_scales),
+        )
+    stored = _as_stored(pool, new.astype(pool.dtype))
+    if implementation == "xla":
+        return _scatter(pool, layer, page_ids, offsets, stored)
+    return write_kv_mosaic_tpu(pool, layer, stored, page_ids, offsets, starts, interpret)
+
+
+def choose_write(pool: jax.Array, attention: str) -> str:
+    """The implementation for a pool (its shape and dtype) that the `attention` implementation reads.
+
+    `mosaic_tpu` where attention is, unless the pool has 8 bits: its scales would need a kernel of their own.
+    """
+    quantised = jnp.dtype(pool.dtype).name in QUANTISED_DTYPES
+    return "mosaic_tpu" if attention == "mosaic_tpu" and not quantised else "xla"
 
 
 def _as_stored(pool: jax.Array, new: jax.Array) -> jax.Array:
