@@ -8,7 +8,7 @@ import pytest
 from jaxserve.core import Request, SamplingParams
 from jaxserve.runtime import sampler
 from jaxserve.runtime.slot_state import SlotState, place_row, slot_row
-from jaxserve.tables.layout import FLAG_EDITS, FLAG_GRAMMAR, FLAG_HOLD_STOPS, FLAG_LIVE
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LIVE, FLAG_MASKED
 
 VOCAB = 101
 
@@ -241,7 +241,7 @@ def test_barred_ids_are_never_drawn_whatever_else_edits_the_row(sample):
         assert set(np.asarray(drawn).tolist()) <= {3, 9}, more
 
 
-BOUND = FLAG_LIVE | FLAG_GRAMMAR
+BOUND = FLAG_LIVE | FLAG_MASKED
 
 
 @pytest.mark.parametrize(
