@@ -107,8 +107,16 @@ def narrowed(
     positions: Sequence[TokenLogprobs | None] | None, token_ids: Sequence[int], count: int
 ) -> list[TokenLogprobs | None]:
     """Of each position the token of `token_ids` and the `count` likeliest; positions may hold more."""
+
+    def kept(token_id: int, position: TokenLogprobs) -> TokenLogprobs:
+        return {
+            other: entry
+            for other, entry in position.items()
+            if other == token_id or (entry.rank is not None and entry.rank <= count)
+        }
+
     return [
-        position and {other: entry for other, entry in position.items() if other == token_id or entry.rank <= count}
+        None if position is None else kept(token_id, position)
         for token_id, position in zip(token_ids, positions or (), strict=False)
     ]
 
@@ -122,7 +130,9 @@ def prompt_logprobs(
     """
     if positions is None:
         return None
-    return [position and _prompt_position(position) for position in narrowed(positions, token_ids, count)]
+    return [
+        None if position is None else _prompt_position(position) for position in narrowed(positions, token_ids, count)
+    ]
 
 
 def _prompt_position(position: TokenLogprobs) -> dict[str, Any]:
