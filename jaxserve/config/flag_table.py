@@ -355,6 +355,7 @@ FLAGS: tuple[Flag, ...] = (
             0.5,
             "preemption: KV pages, as a share of what the slots' longest requests need together",
         ),
+        ("streams", _COUNTS, (256,), "sse: numbers of streams open at once to measure"),
         ("iterations", _COUNT, 500, "scheduler: iterations of each figure; the median is reported"),
         ("simulated_requests", _COUNT, 10_000, "simulation: requests of its workload"),
         ("output", _TEXT, None, "write the figures to this file, as JSON"),

@@ -91,7 +91,8 @@ class Request:
       prompt_token_ids: int[L], L >= 1.
       params: sampling settings; `params.n` is ignored here.
       eos_token_ids: ids that end the output unless `params.ignore_eos`.
-      bad_token_ids: ids that are never sampled, those of `params.bad_words`.
+      bad_token_ids: ids that are never sampled, those of the words of `params.bad_words` that are one token.
+      bad_sequences: ids of each of the other words, whose last token is barred right after the others.
       max_tokens: output tokens granted: `params.max_tokens` clipped to the context; >= 0.
       seed: 64 bits, drawn by the engine when the client gave none.
       priority: lower first.
@@ -115,6 +116,7 @@ class Request:
     service_class: str = ""
     cache_salt: str = ""
     bad_token_ids: tuple[int, ...] = ()
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
     grammar: object | None = field(default=None, compare=False, repr=False)
     operation: str = "text_completion"
     traceparent: str = ""
@@ -123,6 +125,11 @@ class Request:
     def num_prompt_tokens(self) -> int:
         """Prompt length L."""
         return len(self.prompt_token_ids)
+
+    @property
+    def masked(self) -> bool:
+        """Whether the host says at every step which tokens may be sampled."""
+        return self.grammar is not None or bool(self.bad_sequences)
 
     @property
     def stop_ids(self) -> frozenset[int]:

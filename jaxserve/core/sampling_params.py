@@ -43,7 +43,8 @@ class SamplingParams:
       seed: -2**63 .. 2**63-1; None: the engine draws one.
       logit_bias: token id -> additive bias in [-100, 100], at most 1024 entries.
       allowed_token_ids: the only ids that may be sampled, EOS among them or not; None: all.
-      bad_words: words that no token may be, neither alone nor after a space; each must be one token.
+      bad_words: words that are never sampled, neither alone nor after a space: the last token of a word is barred where
+        its other tokens stand right before it in the output.
       stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
       stop_token_ids: ids that end the output; like EOS they are in `token_ids`, not in the text.
       ignore_eos: EOS ids are ordinary tokens.

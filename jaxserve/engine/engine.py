@@ -40,7 +40,7 @@ from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
 from jaxserve.engine.output_processor import OutputDelta, RequestState
 from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.validation import ModelLimits, bad_token_ids, context_length, eos_token_ids, make_requests
+from jaxserve.engine.validation import ModelLimits, bad_word_ids, context_length, eos_token_ids, make_requests
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.models import stack_layers
 from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, enable_compile_cache, make_mesh, scans_layers
@@ -116,8 +116,8 @@ class Engine:
             (secrets.SystemRandom() if config.seed is None else random.Random(config.seed)).getrandbits, 64
         )
         # Cached: every prompt of a request has the same words.
-        self._bad_token_ids = lru_cache(maxsize=256)(
-            lambda words: bad_token_ids(words, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
+        self._bad_word_ids = lru_cache(maxsize=256)(
+            lambda words: bad_word_ids(words, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
         )
         self._grammars = GrammarStates(self._tokenizer, self.limits, config.max_grammar_bytes)
         self._states: dict[str, RequestState] = {}
@@ -188,8 +188,8 @@ class Engine:
         """The requests of a prompt's choices, checked against the model.
 
         Raises:
-          ValueError: see `validation.make_requests`; or words of `bad_words` are no single tokens, or
-            `structured_outputs`, unless the submission has it compiled, cannot be followed.
+          ValueError: see `validation.make_requests`; or `structured_outputs`, unless the submission has it compiled,
+            cannot be followed.
         """
         params = submission.params
         grammar = submission.grammar
@@ -201,7 +201,7 @@ class Engine:
             self.limits,
             request_id=submission.request_id,
             terms=submission.terms,
-            bad_token_ids=self._bad_token_ids(params.bad_words) if params.bad_words else (),
+            bad_words=self._bad_word_ids(params.bad_words) if params.bad_words else (),
             now=now,
             service_classes=self.config.service_classes,
             draw_seed=self.draw_seed,

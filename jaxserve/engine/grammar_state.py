@@ -1,4 +1,4 @@
-"""Grammars of live requests: which tokens each row of a step may sample, and where its output ends.
+"""Grammars and barred words of live requests: which tokens each row of a step may sample, and where its output ends.
 
 A request's state follows its output token by token, on the host alone; so a preemption, whatever becomes of pages
 and slots, leaves it as it is. Rules where a grammar meets the request's other settings:
@@ -7,6 +7,9 @@ and slots, leaves it as it is. Rules where a grammar meets the request's other s
 - EOS is in it where the grammar may end, but not under `ignore_eos`, nor before `min_tokens`;
 - an output ends, with reason "stop", when its grammar allows nothing more, `min_tokens` or not. That is mostly known
   when its last token is there; where it shows only in the next mask, the token sampled meanwhile is dropped.
+
+Words of `bad_words` that are several tokens go the same way, with a grammar or without: then the mask is everything,
+less what `allowed_token_ids`, `bad_words` and `min_tokens` bar; if nothing is left, the request fails.
 """
 
 from __future__ import annotations
@@ -21,89 +24,107 @@ from numpy.typing import NDArray
 
 from jaxserve.core import Request, RequestFailedError, StructuredOutputs
 from jaxserve.engine.validation import ModelLimits
+from jaxserve.engine.word_tail import WordTail
 from jaxserve.scheduler import StepPlan
 from jaxserve.scheduler.plan import StepResult
 from jaxserve.tables import Bucket
 from jaxserve.text import CompiledGrammar, GrammarCompiler, Tokenizer, matcher_fault
 
 Rows = Sequence[tuple[int, "GrammarState"]]
-"""Sample rows of a step that a grammar binds, each with its request's state."""
+"""Sample rows of a step that a grammar or a word of several tokens binds, each with its request's state."""
+_EVERYTHING = np.uint32(0xFFFFFFFF)
 
 
 class GrammarState:
-    """One request's place in its grammar.
+    """One request's place in its grammar, and how its output ends where words may not be completed.
 
     Attributes:
+      matcher: of the grammar, if there is one.
       ended: nothing can follow what was accepted.
       dropped: the last token that was sampled is no part of the output, which had ended before it.
 
     Args:
-      num_known: ids below this may be sampled: the tokenizer and the model have them.
+      num_known: ids below this may be sampled; under a grammar, those that the tokenizer and the model have.
       vocab_size: the model's, V.
     """
 
-    def __init__(self, grammar: CompiledGrammar, request: Request, num_known: int, vocab_size: int) -> None:
-        self.matcher = grammar.start()
+    def __init__(self, grammar: CompiledGrammar | None, request: Request, num_known: int, vocab_size: int) -> None:
+        self.matcher = None if grammar is None else grammar.start()
         self.ended = False
         self.dropped = False
         self._fault: str | None = None
         self._num_accepted = 0
         params = request.params
         self._min_tokens = params.min_tokens
-        self._eos_ids = list(request.eos_token_ids)
-        self._eos_barred = params.ignore_eos
+        # Where a grammar allows nothing but stop ids, they are let through.
+        self._end_ids = list(request.stop_ids if grammar is None else request.eos_token_ids)
+        self._ends_barred = params.ignore_eos and grammar is not None
+        self._word_tail = WordTail(request.bad_sequences) if request.bad_sequences else None
         self._permitted: NDArray[np.uint32] | None = None
-        self._eos_words: NDArray[np.uint32] | None = None
-        if params.allowed_token_ids is not None or request.bad_token_ids or num_known < vocab_size:
-            ids = range(num_known) if params.allowed_token_ids is None else params.allowed_token_ids
-            known = set(ids).difference(request.bad_token_ids)
-            self._permitted = _packed([i for i in known if i < num_known], vocab_size)
-        if params.ignore_eos or params.min_tokens:
-            self._eos_words = ~_packed(self._eos_ids, vocab_size)
+        self._no_ends: NDArray[np.uint32] | None = None
+        if grammar is None or params.allowed_token_ids is not None or request.bad_token_ids or num_known < vocab_size:
+            self._permitted = _permitted(request, num_known, vocab_size)
+        if self._ends_barred or params.min_tokens:
+            self._no_ends = ~_packed(_bits(self._end_ids, vocab_size))
 
     def restrict(self, mask: NDArray[np.uint32]) -> None:
         """Takes out of a mask what the request's other settings bar; an empty one is left full and the output ended.
 
         Args:
-          mask: uint32[ceil(V / 32)], the grammar's.
+          mask: uint32[ceil(V / 32)], the grammar's; without one, everything.
         """
-        if self._permitted is None and self._eos_words is None:
+        barred = self._word_tail.barred() if self._word_tail else ()
+        if self._permitted is None and self._no_ends is None and not barred:
             return
-        may_end = any(mask[i // 32] >> np.uint32(i % 32) & 1 for i in self._eos_ids)
+        may_end = self.matcher is not None and any(mask[i // 32] >> np.uint32(i % 32) & 1 for i in self._end_ids)
         if self._permitted is not None:
             mask &= self._permitted
-        if self._eos_words is not None and (self._eos_barred or self._num_accepted < self._min_tokens):
-            mask &= self._eos_words
+        if self._no_ends is not None and (self._ends_barred or self._num_accepted < self._min_tokens):
+            mask &= self._no_ends
+        for token_id in barred:
+            mask[token_id // 32] &= ~np.uint32(1 << token_id % 32)
         if mask.any():
             return
-        mask[:] = 0xFFFFFFFF
+        mask[:] = _EVERYTHING
         if may_end:
             self.ended = True
-        else:
+        elif self.matcher is not None:
             self.fail("allowed_token_ids and bad_words bar every token that the grammar allows")
+        else:
+            self.fail("allowed_token_ids and min_tokens leave no token that completes none of the words")
 
-    def advance(self) -> None:
-        """Notes what became of the token that the matcher was given."""
+    def advance(self, token_id: int) -> None:
+        """Notes the token that was sampled, which the matcher was given, unless the output is over."""
         if self.over:
             self.dropped = True
             return
-        self._fault = matcher_fault(self.matcher)
         self._num_accepted += 1
+        if self._word_tail is not None:
+            self._word_tail.append(token_id)
+        if self.matcher is None:
+            return
+        self._fault = matcher_fault(self.matcher)
         self.ended = self._fault is None and bool(self.matcher.is_stopped())
 
     @property
     def over(self) -> bool:
         """Whether the output has ended or failed, so that a token sampled meanwhile is no part of it."""
-        return self.ended or self._fault is not None
+        return self.ended or self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether `check` raises."""
+        return self._fault is not None
 
     def fail(self, fault: str) -> None:
         """Makes the request end by error."""
         self._fault = fault
 
     def check(self) -> None:
-        """Raises RequestFailedError if the grammar cannot be followed any further."""
+        """Raises RequestFailedError if the output cannot go on."""
         if self._fault is not None:
-            raise RequestFailedError(f"structured_outputs could not be followed: {self._fault}")
+            field = "bad_words" if self.matcher is None else "structured_outputs"
+            raise RequestFailedError(f"{field} could not be followed: {self._fault}")
 
 
 @dataclass(slots=True)
@@ -116,7 +137,7 @@ class GrammarTimes:
 
 
 class GrammarStates:
-    """Compiles grammars, and holds the states of the live requests that have one.
+    """Compiles grammars, and holds the states of the live requests that have one or words of several tokens.
 
     Args:
       tokenizer: the model's; without one there are no grammars.
@@ -156,11 +177,13 @@ class GrammarStates:
         return self.compiler.compile(wanted)
 
     def add(self, request: Request) -> GrammarState | None:
-        """The state of a request that begins; None without a grammar."""
-        if request.grammar is None:
+        """The state of a request that begins; None where no mask is needed."""
+        if not request.masked:
             return None
-        assert isinstance(request.grammar, CompiledGrammar), request.request_id
-        state = GrammarState(request.grammar, request, self.compiler.num_known, self._vocab_size)
+        grammar = request.grammar
+        assert grammar is None or isinstance(grammar, CompiledGrammar), request.request_id
+        num_known = self._vocab_size if grammar is None else self.compiler.num_known
+        state = GrammarState(grammar, request, num_known, self._vocab_size)
         self._live[request.request_id] = state
         return state
 
@@ -169,7 +192,7 @@ class GrammarStates:
         self._live.pop(request_id, None)
 
     def rows(self, plan: StepPlan, bucket: Bucket) -> Rows:
-        """The rows of a plan that sample under a grammar."""
+        """The rows of a plan that sample under a mask."""
         live = self._live
         if not live:
             return ()
@@ -183,18 +206,21 @@ class GrammarStates:
         """uint32[N, ceil(V / 32)]: what `rows` may sample; other rows hold anything."""
         began = time.perf_counter()
         # A step's own: the device may still read those of the steps in flight.
-        masks = np.zeros((bucket.sample_rows, self.compiler.mask_words), np.uint32)
+        masks = np.full((bucket.sample_rows, -(-self._vocab_size // 32)), _EVERYTHING)
+        matchers = [(state.matcher, row) for row, state in rows if state.matcher is not None]
         try:
-            self.compiler.fill_masks([(state.matcher, row) for row, state in rows], masks)
+            if matchers:
+                self.compiler.fill_masks(matchers, masks)
         except Exception:
             # Half a step is on the device, and other requests have their part in it.
-            logging.exception("no masks for %d requests, which fail", len(rows))
+            logging.exception("no masks for %d requests, which fail", len(matchers))
             for row, state in rows:
-                state.fail("an internal error; the server's log has its cause")
-                masks[row] = 0xFFFFFFFF
-            return masks
+                if state.matcher is not None:
+                    state.fail("an internal error; the server's log has its cause")
+                    masks[row] = _EVERYTHING
         for row, state in rows:
-            state.restrict(masks[row])
+            if not state.failed:
+                state.restrict(masks[row])
         self.times.masked_tokens += len(rows)
         self.times.mask_s += time.perf_counter() - began
         return masks
@@ -207,14 +233,30 @@ class GrammarStates:
             (state, result.decode_tokens[row] if row < decode else result.prefill_tokens[row - decode])
             for row, state in rows
         ]
-        self.compiler.accept([(state.matcher, token) for state, token in tokens if not state.over])
-        for state, _ in tokens:
-            state.advance()
+        followed = [(state.matcher, token) for state, token in tokens if state.matcher is not None and not state.over]
+        if followed:
+            self.compiler.accept(followed)
+        for state, token in tokens:
+            state.advance(token)
         self.times.accept_s += time.perf_counter() - began
 
 
-def _packed(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.uint32]:
-    """uint32[ceil(V / 32)] with the bits of `token_ids`."""
+def _permitted(request: Request, num_known: int, vocab_size: int) -> NDArray[np.uint32]:
+    """The mask of what `allowed_token_ids` and words of one token leave of the known ids."""
+    allowed = request.params.allowed_token_ids
+    bits = _bits(slice(num_known) if allowed is None else allowed, vocab_size)
+    bits[num_known:] = False
+    bits[list(request.bad_token_ids)] = False
+    return _packed(bits)
+
+
+def _bits(token_ids: Sequence[int] | slice, vocab_size: int) -> NDArray[np.bool_]:
+    """bool[V rounded up to words], set at `token_ids`."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
-    bits[np.asarray(token_ids, np.int64)] = True
+    bits[token_ids if isinstance(token_ids, slice) else np.asarray(token_ids, np.int64)] = True
+    return bits
+
+
+def _packed(bits: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    """uint32[ceil(V / 32)] of them."""
     return np.packbits(bits, bitorder="little").view(np.uint32)

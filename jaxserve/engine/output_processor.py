@@ -155,6 +155,8 @@ class RequestState:
         if self._prompt_logprobs is not None and (token_id is not None or delta.finish_reason):
             delta.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         if delta.finish_reason is not None:
+            if self.request.params.logprobs is not None and delta.logprobs is None:
+                delta.logprobs = []  # of an output without tokens too
             if stopped is None:
                 delta.text += self._rest(delta)
             self.metrics.finished_at = now

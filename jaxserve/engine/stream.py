@@ -48,6 +48,11 @@ class RequestStream:
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache by choice 0; known at its end."""
 
+    @property
+    def num_pending(self) -> int:
+        """Choices with a delta that the reader has not taken."""
+        return len(self._pending)
+
     def push(self, delta: OutputDelta) -> None:
         """Adds a delta, unless the stream has failed; from any thread."""
         with self._lock:

@@ -65,25 +65,24 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
             raise ValueError(f"{name} has id {token_id}; the vocabulary's ids are 0 to {vocab_size - 1}")
 
 
-def bad_token_ids(words: Sequence[str], tokenize: Callable[[str], list[int]]) -> tuple[int, ...]:
-    """The ids of `words`: as in vLLM each word's own token, and that of the word after a space.
+def bad_word_ids(words: Sequence[str], tokenize: Callable[[str], list[int]]) -> tuple[tuple[int, ...], ...]:
+    """The ids of each of `words`, as in vLLM alone and after a space.
 
-    A word of several tokens cannot be held off: its last token is barred only where the others stand before it, and
-    they are known on the device a step before the host, which bars tokens, has seen them.
+    The form after a space is left out where it begins alike or is not as many tokens.
 
     Raises:
-      ValueError: a word is several tokens.
+      ValueError: a word has no tokens.
     """
-    ids: dict[int, None] = {}
+    found: dict[tuple[int, ...], None] = {}
     for word in words:
         stripped = word.lstrip()
-        alone, spaced = tokenize(stripped), tokenize(" " + stripped)
-        if len(alone) != 1:
-            raise ValueError(
-                f"bad_words has {word[:50]!r}, which is {len(alone)} tokens; only words of one token can be held off"
-            )
-        ids.update(dict.fromkeys(alone if len(spaced) != 1 else alone + spaced))
-    return tuple(ids)
+        alone, spaced = tuple(tokenize(stripped)), tuple(tokenize(" " + stripped))
+        if not alone:
+            raise ValueError(f"bad_words has {word[:50]!r}, which the tokenizer gives no token")
+        found[alone] = None
+        if len(spaced) == len(alone) and spaced[0] != alone[0]:
+            found[spaced] = None
+    return tuple(found)
 
 
 def make_requests(
@@ -93,7 +92,7 @@ def make_requests(
     *,
     request_id: str,
     terms: Terms = NO_TERMS,
-    bad_token_ids: tuple[int, ...] = (),
+    bad_words: Sequence[tuple[int, ...]] = (),
     now: float = 0.0,
     service_classes: Sequence[ServiceClass] = (),
     draw_seed: Callable[[], int],
@@ -103,7 +102,7 @@ def make_requests(
 
     Args:
       terms: what is asked of the scheduler; a service class fills in what they leave open.
-      bad_token_ids: those of `params.bad_words`.
+      bad_words: ids of each of `params.bad_words`.
       now: instant its deadline counts from.
       service_classes: those configured.
       draw_seed: gives 64 bits for a request without a seed.
@@ -123,6 +122,8 @@ def make_requests(
     check_token_ids("prompt", prompt_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", list(params.logit_bias), limits.vocab_size)
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    check_token_ids("bad_words", [token_id for word in bad_words for token_id in word], limits.vocab_size)
+    bad_token_ids = tuple(word[0] for word in bad_words if len(word) == 1)
     _check_allowed(params, bad_token_ids, limits)
     service_class = _service_class(terms.service_class, service_classes)
     priority = service_class.priority if terms.priority is None else terms.priority
@@ -146,6 +147,7 @@ def make_requests(
             service_class=terms.service_class,
             cache_salt=terms.cache_salt,
             bad_token_ids=bad_token_ids,
+            bad_sequences=tuple(word for word in bad_words if len(word) > 1),
             grammar=grammar,
             operation=terms.operation,
             traceparent=terms.traceparent,
@@ -159,7 +161,6 @@ def _check_allowed(params: SamplingParams, bad: Sequence[int], limits: ModelLimi
     allowed = params.allowed_token_ids
     if allowed is not None and not (min(allowed) >= 0 and max(allowed) < limits.vocab_size):
         check_token_ids("allowed_token_ids", allowed, limits.vocab_size)
-    check_token_ids("bad_words", bad, limits.vocab_size)
     if allowed is None and not bad:
         return
     left = set(range(limits.vocab_size) if allowed is None else allowed).difference(bad)

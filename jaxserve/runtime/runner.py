@@ -1,8 +1,8 @@
 """ModelRunner: owns the device side of one engine and runs plans on it.
 
 `prepare` packs a plan on the host. `dispatch` sends its two blobs and starts the step's two programs, which compute
-logits and sample; between them it asks for the masks of grammars. `collect` waits for the sampled tokens; until then
-the host is free. Pool and slot state never leave the device.
+logits and sample; between them it asks for the masks of grammars and words. `collect` waits for the sampled tokens;
+until then the host is free. Pool and slot state never leave the device.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ModelRunner:
         self._swapper: PageSwapper | None = None
         self._pool: Any = None
         self._state: Any = None
-        # What a step without grammars is given, by number of rows: nobody reads it.
+        # What a step without masks is given, by number of rows: nobody reads it.
         self._no_masks: dict[int, jax.Array] = {}
 
     @property
@@ -206,7 +206,7 @@ class ModelRunner:
 
         Args:
           prepared: the packed plan.
-          make_masks: gives uint32[N, ceil(V / 32)], see `sampler.sample`, for a plan with rows that a grammar
+          make_masks: gives uint32[N, ceil(V / 32)], see `sampler.sample`, for a plan with rows that one
             binds. Called while the device computes their logits.
         """
         if self._swapper and prepared.plan.swaps:

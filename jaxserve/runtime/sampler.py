@@ -3,7 +3,7 @@
 Every row has its own settings and its own key, `fold_in(request key, write index of the token)`, so a
 row's result depends on its logits alone: not on its slot, its batch mates or a preemption in between.
 
-Order: logit bias and held-off stop ids, penalties, the grammar's mask, temperature, top-k, top-p, min-p. The mask
+Order: logit bias and held-off stop ids, penalties, the row's mask, temperature, top-k, top-p, min-p. The mask
 comes after everything that moves logits, so nothing brings a masked token back; top-k and the others choose from what
 is left.
 Work that no row asks for is skipped by `lax.cond` on a scalar, inside one compiled program: a batch of
@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.runtime.slot_state import NEVER, OUTSIDE_GRAMMAR, SlotState
-from jaxserve.tables.layout import FLAG_EDITS, FLAG_GRAMMAR, FLAG_HOLD_STOPS, FLAG_LOGPROBS
+from jaxserve.runtime.slot_state import NEVER, OUTSIDE_MASK, SlotState
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LOGPROBS, FLAG_MASKED
 
 
 class TokenScores(NamedTuple):
@@ -53,7 +53,7 @@ def sample(logits: jax.Array, state: SlotState, fields: dict[str, Any], masks: j
       state: per-slot rows; read for rows flagged `FLAG_EDITS`.
       fields: sample columns of `TableLayout`, each [N].
       masks: uint32[N, ceil(V / 32)], bit i % 32 of word i // 32: token i is allowed. Read for rows flagged
-        `FLAG_GRAMMAR`, which have at least one such bit.
+        `FLAG_MASKED`, which have at least one such bit.
 
     Returns:
       int32[N] token ids; padding rows get some valid id.
@@ -61,7 +61,7 @@ def sample(logits: jax.Array, state: SlotState, fields: dict[str, Any], masks: j
     flags = fields["flags"]
     edits = (flags & FLAG_EDITS) != 0
     logits = jax.lax.cond(edits.any(), lambda x: _edit(x, state, fields, edits), lambda x: x, logits)
-    bound = (flags & FLAG_GRAMMAR) != 0
+    bound = (flags & FLAG_MASKED) != 0
     logits = jax.lax.cond(bound.any(), lambda x: _keep_allowed(x, masks, bound), lambda x: x, logits)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     random = fields["temperature"] > 0
@@ -126,7 +126,7 @@ def _keep_allowed(logits: jax.Array, masks: jax.Array, bound: jax.Array) -> jax.
     """Puts the tokens that the masks of the rows of `bound` do not allow out of reach."""
     bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]] != 0
-    return jnp.where(allowed | ~bound[:, None], logits, OUTSIDE_GRAMMAR)
+    return jnp.where(allowed | ~bound[:, None], logits, OUTSIDE_MASK)
 
 
 def _draw(logits: jax.Array, fields: dict[str, Any]) -> jax.Array:

@@ -18,9 +18,9 @@ from jaxserve.core import Request
 
 NEVER = -1e30
 """Added to what must not be sampled; finite, so that a row of it still has a maximum."""
-OUTSIDE_GRAMMAR = -1e34
-"""Logit of a token that a grammar does not allow: below `NEVER`, so that no other setting brings it back, and finite
-over the lowest temperature."""
+OUTSIDE_MASK = -1e34
+"""Logit of a token that its row's mask does not allow: below `NEVER`, so that no other setting brings it back, and
+finite over the lowest temperature."""
 
 
 class SlotState(NamedTuple):

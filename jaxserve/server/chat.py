@@ -117,7 +117,8 @@ class _Answer:
             "usage": usage(len(output.prompt_token_ids), completion_tokens, output.num_cached_tokens),
         }
         if self._spec.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            scores, count = output.prompt_logprobs, self._spec.prompt_logprobs
+            answer["prompt_logprobs"] = prompt_logprobs(scores, output.prompt_token_ids, count)
         if self._spec.return_token_ids:
             answer["prompt_token_ids"] = output.prompt_token_ids
         return answer

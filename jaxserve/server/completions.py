@@ -14,7 +14,7 @@ from jaxserve.core import RequestOutput, SamplingParams
 from jaxserve.server.auth import key_tenant
 from jaxserve.server.engine_api import Delta, StreamApi, TokenLogprobs
 from jaxserve.server.errors import stream_error, unfinished_error
-from jaxserve.server.logprobs import CompletionLogprobs, prompt_logprobs
+from jaxserve.server.logprobs import CompletionLogprobs, narrowed, prompt_logprobs
 from jaxserve.server.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage, usage_so_far
@@ -48,8 +48,8 @@ async def begin_completion(
             # At least 1: a prompt without room for a token is the engine's to refuse, naming both lengths.
             room = max(1, max_model_len - num_prompt_tokens)
             overrides["max_tokens"] = max(min(DEFAULT_COMPLETION_TOKENS, room), min(spec.min_tokens or 0, room))
-        if spec.echo and spec.logprobs is not None and spec.prompt_logprobs is None:
-            overrides["prompt_logprobs"] = spec.logprobs
+        if spec.echo and spec.logprobs is not None:
+            overrides["prompt_logprobs"] = max(spec.logprobs, spec.prompt_logprobs or 0)
         return spec.sampling_params(**overrides)
 
     request_id = spec.request_id or new_request_id("cmpl")
@@ -125,7 +125,8 @@ class _Answer:
                     "stop_reason": choice.stop_reason,
                 }
                 if self._spec.prompt_logprobs is not None:
-                    entry["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+                    count = self._spec.prompt_logprobs
+                    entry["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, output.prompt_token_ids, count)
                 if self._spec.return_token_ids:
                     entry["token_ids"] = choice.token_ids
                     entry["prompt_token_ids"] = output.prompt_token_ids
@@ -142,8 +143,8 @@ class _Answer:
         builder = self._builder(number)
         if not self._spec.echo:
             return builder.add(token_ids, logprobs or [])
-        positions = [*(output.prompt_logprobs or []), *(logprobs or [])]
-        return builder.add([*output.prompt_token_ids, *token_ids], positions)
+        echoed = narrowed(output.prompt_logprobs, output.prompt_token_ids, self._spec.logprobs)
+        return builder.add([*output.prompt_token_ids, *token_ids], [*echoed, *(logprobs or [])])
 
     def _builder(self, number: int) -> CompletionLogprobs:
         """For a choice of prompt `number`."""

@@ -103,11 +103,36 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(positions: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None] | None:
-    """vLLM's `prompt_logprobs`: per position id -> logprob, rank and text; the first is null."""
+def narrowed(
+    positions: Sequence[TokenLogprobs | None] | None, token_ids: Sequence[int], count: int
+) -> list[TokenLogprobs | None]:
+    """Of each position the token of `token_ids` and the `count` likeliest; positions may hold more."""
+
+    def kept(token_id: int, position: TokenLogprobs) -> TokenLogprobs:
+        return {
+            other: entry
+            for other, entry in position.items()
+            if other == token_id or (entry.rank is not None and entry.rank <= count)
+        }
+
+    return [
+        None if position is None else kept(token_id, position)
+        for token_id, position in zip(token_ids, positions or (), strict=False)
+    ]
+
+
+def prompt_logprobs(
+    positions: Sequence[TokenLogprobs | None] | None, token_ids: Sequence[int], count: int
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's `prompt_logprobs`: per position id -> logprob, rank and text, of the token and the `count` likeliest.
+
+    The first is null.
+    """
     if positions is None:
         return None
-    return [None if position is None else _prompt_position(position) for position in positions]
+    return [
+        None if position is None else _prompt_position(position) for position in narrowed(positions, token_ids, count)
+    ]
 
 
 def _prompt_position(position: TokenLogprobs) -> dict[str, Any]:

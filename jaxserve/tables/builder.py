@@ -21,10 +21,10 @@ from jaxserve.scheduler.plan import PrefillChunk, StepPlan
 from jaxserve.tables.buckets import Bucket, BucketTable
 from jaxserve.tables.layout import (
     FLAG_EDITS,
-    FLAG_GRAMMAR,
     FLAG_HOLD_STOPS,
     FLAG_LIVE,
     FLAG_LOGPROBS,
+    FLAG_MASKED,
     FLAG_PROMPT_LOGPROBS,
     SAMPLING_FLOATS,
     SAMPLING_INTS,
@@ -160,7 +160,7 @@ class TableBuilder:
             | (FLAG_LOGPROBS if params.logprobs is not None else 0)
             | (FLAG_EDITS if params.edits_logits else 0)
             | (FLAG_PROMPT_LOGPROBS if params.prompt_logprobs is not None else 0)
-            | (FLAG_GRAMMAR if request.grammar is not None else 0)
+            | (FLAG_MASKED if request.masked else 0)
         )
         self._stops_held_below[slot] = request.num_prompt_tokens + params.min_tokens
 

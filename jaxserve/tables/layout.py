@@ -47,7 +47,7 @@ FLAG_HOLD_STOPS = 8
 FLAG_PROMPT_LOGPROBS = 16
 """Log-probabilities of the chunk's prompt tokens are wanted (prefill rows)."""
 
-FLAG_GRAMMAR = 32
+FLAG_MASKED = 32
 """Only tokens of the row's mask may be sampled."""
 
 SAMPLING_INTS = ("top_k", "seed_high", "seed_low")

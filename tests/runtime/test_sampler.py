@@ -8,7 +8,7 @@ import pytest
 from jaxserve.core import Request, SamplingParams
 from jaxserve.runtime import sampler
 from jaxserve.runtime.slot_state import SlotState, place_row, slot_row
-from jaxserve.tables.layout import FLAG_EDITS, FLAG_GRAMMAR, FLAG_HOLD_STOPS, FLAG_LIVE
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LIVE, FLAG_MASKED
 
 VOCAB = 101
 
@@ -241,7 +241,7 @@ def test_barred_ids_are_never_drawn_whatever_else_edits_the_row(sample):
         assert set(np.asarray(drawn).tolist()) <= {3, 9}, more
 
 
-BOUND = FLAG_LIVE | FLAG_GRAMMAR
+BOUND = FLAG_LIVE | FLAG_MASKED
 
 
 @pytest.mark.parametrize(
@@ -294,3 +294,18 @@ def test_held_off_stop_ids_are_let_through_where_a_grammar_allows_nothing_else(s
         fields = columns(1, flags=flags, temperature=temperature)
         assert sample(logits(1), state, fields, mask_of([5])[None])[0] == 5
         assert sample(logits(1), state, fields, mask_of([5, 9])[None])[0] == 9
+
+
+@pytest.mark.parametrize("vocab", [1, 19, 20, 21])
+def test_a_vocabulary_near_the_number_of_alternatives_is_scored_to_its_edge(vocab):
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 5, (3, vocab)), jnp.float32)
+    tokens = jnp.asarray([0, vocab - 1, vocab // 2], jnp.int32)
+    scores = sampler.score(x, tokens, jnp.asarray([True, False, False]))
+    kept = min(vocab, 20)
+    assert scores.top_ids.shape == scores.top_logprobs.shape == (3, kept)
+    for row, token in enumerate(tokens.tolist()):
+        expected = np.log(softmax(x[row]))
+        order = np.argsort(-expected)
+        assert scores.top_ids[row].tolist() == order[:kept].tolist()
+        assert scores.rank[row] == 1 + order.tolist().index(token)
+        np.testing.assert_allclose(scores.top_logprobs[row], expected[order[:kept]], atol=1e-5)

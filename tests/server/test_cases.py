@@ -1,5 +1,6 @@
 """SMP-2, LGP-1, API-2, API-7: what went wrong elsewhere with choices, logprobs, batches and grammars."""
 
+import json
 import math
 import threading
 
@@ -163,3 +164,99 @@ def test_api_7_a_bad_grammar_is_a_400_and_its_neighbours_are_as_alone(server, cl
         thread.join(30)
     assert answers == [solo, solo]
     alive()
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "minLength": 2, "maxLength": 4}, "rank": {"enum": [1, 2]}},
+    "required": ["city", "rank"],
+    "additionalProperties": False,
+}
+LONG = {"type": "array", "items": {"type": "string", "minLength": 50}, "minItems": 9}
+BLANKS = {str(blank): 100 for blank in b" \t\n\r"}
+"""A `logit_bias` of a model that would write blanks for ever."""
+
+
+def bound_output(client, path, stream, **fields):
+    """Text, ids and reason of an output of at most 40 tokens."""
+    body = ({"messages": CHAT["messages"]} if "chat" in path else {"prompt": "hi"}) | {"temperature": 0}
+    body |= {"max_tokens": 40, "return_token_ids": True, "stream": stream} | fields
+    response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    if not stream:
+        (choice,) = strict_json(response.text)["choices"]
+        text = choice["message"]["content"] if "chat" in path else choice["text"]
+        return text, choice["token_ids"], choice["finish_reason"]
+    events = events_of(response.text)
+    choices = [choice for event in events[:-1] for choice in event["choices"]]
+    (reason,) = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return choice_texts(events)[0], [i for choice in choices for i in choice.get("token_ids", ())], reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [URL, "/v1/chat/completions"])
+def test_api_7_an_output_longer_than_max_tokens_ends_there_for_its_length(client, alive, path, stream):
+    formatted = {"type": "json_schema", "json_schema": {"name": "long", "schema": LONG}}
+    for fields in ({"guided_json": LONG}, {"response_format": formatted}, {"guided_regex": "[a-z]+"}):
+        text, ids, reason = bound_output(client, path, stream, **fields, logit_bias={"256": -100, "259": -100})
+        assert (len(ids), reason) == (40, "length") and bytes(ids).decode("utf-8", "replace") == text
+        assert text.lstrip().startswith("[") or text.isalpha()
+    alive()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [URL, "/v1/chat/completions"])
+def test_api_7_blanks_for_ever_end_with_max_tokens_or_are_not_allowed(client, alive, path, stream):
+    text, ids, reason = bound_output(client, path, stream, guided_json=PLACE, logit_bias=BLANKS)
+    assert (len(ids), reason) == (40, "length") and text.count(" ") + text.count("\n") > 10
+    assert '{"city"'.startswith("".join(text.split())), text
+    once = {"guided_json": PLACE, "guided_whitespace_pattern": "[ ]?"}
+    none = {"structured_outputs": {"json": PLACE, "disable_any_whitespace": True}}
+    for fields in (once, none):
+        text, ids, reason = bound_output(client, path, stream, **fields, logit_bias=BLANKS)
+        assert reason == "stop" and len(ids) < 40
+        assert set(json.loads(text)) == {"city", "rank"}, text
+    alive()
+
+
+UNSUPPORTED = [
+    {"not": {"type": "string"}},
+    {"type": "array", "uniqueItems": True},
+    {"$ref": "https://example.com/other.json"},
+    {"type": "object", "dependentSchemas": {"a": {}}},
+    {"if": {"type": "string"}, "then": {"minLength": 3}},
+    {"type": "string", "pattern": "(?<=a)b"},
+    {"type": "string", "format": "no such format"},
+    {"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "string"}}}},
+]
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/chat/completions"])
+@pytest.mark.parametrize("schema", UNSUPPORTED, ids=str)
+def test_api_7_what_a_grammar_cannot_hold_is_a_400_never_left_out(client, alive, path, schema):
+    body = CHAT if "chat" in path else {"prompt": "a", "max_tokens": 40}
+    formatted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for fields in ({"guided_json": schema}, {"response_format": formatted}):
+        for stream in (False, True):
+            error = error_of(client.post(path, json=body | fields | {"stream": stream}), 400)
+            assert "cannot be followed" in error["message"] and error["param"] == next(iter(fields))
+    alive()
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/chat/completions"])
+def test_api_7_neighbours_of_bound_and_failing_outputs_are_as_alone(server, client, path):
+    neighbour = {"prompt": "The sea", "max_tokens": 60, "temperature": 1, "seed": 4, "ignore_eos": True}
+    solo = complete(client, **neighbour)["choices"][0]["text"]
+    answers = []
+
+    def run():
+        with server.client() as other:
+            answers.append(complete(other, **neighbour)["choices"][0]["text"])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    bound = bound_output(client, path, False, guided_json=LONG)
+    nothing_left = {"guided_regex": "[ab]+", "allowed_token_ids": [99]}
+    error_of(client.post(path, json=(CHAT if "chat" in path else {"prompt": "hi"}) | nothing_left), 500)
+    thread.join(30)
+    assert answers == [solo] and bound_output(client, path, False, guided_json=LONG) == bound

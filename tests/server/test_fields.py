@@ -52,6 +52,33 @@ def test_bad_words_are_never_sampled_and_what_is_left_is_as_before(client, path)
     assert token_ids(client, path, temperature=0, allowed_token_ids=others) == [held]
 
 
+@pytest.mark.parametrize("path", ROUTES)
+def test_bad_words_of_several_tokens_never_stand_in_an_output(client, path):
+    allowed = {"allowed_token_ids": list(b"abc")}
+    words = ["aa", "bb", "cc", "abc"]
+    for sampling in ({"temperature": 0}, {"temperature": 2, "seed": 1, "n": 4}):
+        assert any(any(word.encode() in bytes(ids) for word in words) for ids in token_ids(client, path, **allowed))
+        held = token_ids(client, path, bad_words=words, **allowed, **sampling)
+        for ids in held:
+            assert len(ids) == 12 and not any(word.encode() in bytes(ids) for word in words)
+        body = body_of(path) | allowed | {"bad_words": words, "stream": True} | sampling
+        pieces = {}
+        for event in events_of(client.post(path, json=body).text)[:-1]:
+            for choice in event["choices"]:
+                pieces[choice["index"]] = pieces.get(choice["index"], []) + choice.get("token_ids", [])
+        assert [pieces[index] for index in range(len(held))] == held
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_words_that_leave_nothing_fail_their_request_alone(client, alive, path):
+    body = body_of(path) | {"allowed_token_ids": [97, 98], "bad_words": ["aa", "ab", "ba", "bb"], "temperature": 0}
+    error = error_of(client.post(path, json=body), 500)
+    assert error["code"] == "request_failed" and "bad_words could not be followed" in error["message"]
+    last = events_of(client.post(path, json=body | {"stream": True}).text)[-1]
+    assert "leave no token that completes none of the words" in last["error"]["message"]
+    alive()
+
+
 def test_the_bars_hold_for_every_choice_and_prompt(client):
     body = SETTINGS | {"prompt": ["ab", "cd"], "n": 2, "temperature": 1.5, "allowed_token_ids": list(range(60, 90))}
     for choice in client.post(ROUTES[0], json=body | {"bad_words": ["A", "B"]}).json()["choices"]:
