@@ -1,11 +1,10 @@
-"""How a route answers: body in, handler, errors out by the map of `errors`; and how it is described at /docs."""
+"""How a route answers: body in, handler, errors out by the map of `errors`."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,15 +34,3 @@ def answer_with(content: Callable[[], Any]) -> Response:
         return JsonResponse(content())
     except Exception as exc:
         return error_response(to_api_error(exc))
-
-
-def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI description of a body that is parsed by hand."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    definitions = schema.pop("$defs", {})
-    for name, field in schema.get("properties", {}).items():
-        # Nested definitions are written in place: the document has no component of that name.
-        text = str(field)
-        if "$ref" in text:
-            schema["properties"][name] = next(iter(definitions.values()), {})
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from jaxserve.core import EngineView, IterationView
 from jaxserve.server.answering import answer_with
 from jaxserve.server.auth import key_tenant
+from jaxserve.server.description import answers, parameters
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import error_response
 from jaxserve.server.service import GenerationService
@@ -30,11 +31,19 @@ MAX_VIEW_ITERATIONS = 256
 def add_debug_routes(app: FastAPI, service: GenerationService) -> None:
     """Adds both."""
 
-    @app.get("/debug/state")
+    iterations = {"type": "integer", "minimum": 0, "maximum": MAX_VIEW_ITERATIONS}
+    members = ("model", "state", "totals", "slots", "queue", "iterations")
+
+    @app.get("/debug/state", **parameters(("iterations", "query", iterations)), **answers(*members))
     async def state(request: Request) -> Response:
         return answer_with(lambda: _state(service, request))
 
-    @app.get("/debug/trace")
+    bounds = parameters(
+        ("iterations", "query", {"type": "integer", "minimum": 1, "maximum": 10**9 - 1}),
+        ("seconds", "query", {"type": "number", "exclusiveMinimum": 0}),
+    )
+
+    @app.get("/debug/trace", **bounds, **answers("traceEvents"))
     async def trace(request: Request) -> Response:
         try:
             _check_operator(service, request)

@@ -11,7 +11,7 @@
     GET  /debug/state  /debug/trace                (`debug_routes`)   /   (`playground`)
 
 Bodies are parsed here by hand (`json_body`), not by FastAPI: its own parsing accepts NaN, takes "0.7"
-for a number and answers in another error format. The request models still describe the API at /docs.
+for a number and answers in another error format. `description` is what /openapi.json and /docs say of them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.server import playground
-from jaxserve.server.answering import answer, answer_with, body_schema
+from jaxserve.server.answering import answer, answer_with
 from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing
 from jaxserve.server.chat import create_chat_completion
 from jaxserve.server.completions import create_completion
 from jaxserve.server.debug_routes import add_debug_routes
+from jaxserve.server.description import ERRORS, answers, parameters, takes
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import error_response
@@ -58,7 +59,9 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
         yield
         own_service.close()
 
-    app = FastAPI(title="jaxserve", version=package_version(), lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="jaxserve", version=package_version(), lifespan=lifespan, redirect_slashes=False, responses=ERRORS
+    )
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(Exception, _unexpected)
     _add_generation(app, own_service, settings.max_body_bytes)
@@ -89,11 +92,17 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
 
 
 def _add_generation(app: FastAPI, service: GenerationService, max_body_bytes: int) -> None:
-    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+    completion = takes(CompletionRequest, {"prompt": "The sea is", "max_tokens": 8}, ["prompt"])
+    members = ("id", "object", "created", "model", "choices", "usage")
+
+    @app.post("/v1/completions", **completion, **answers(*members, streams=True))
     async def completions(request: Request) -> Response:
         return await answer(service, max_body_bytes, request, create_completion)
 
-    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = takes(ChatRequest, {"messages": messages, "max_tokens": 8}, ["messages"])
+
+    @app.post("/v1/chat/completions", **chat, **answers(*members, streams=True))
     async def chat_completions(request: Request) -> Response:
         return await answer(service, max_body_bytes, request, create_chat_completion)
 
@@ -117,11 +126,11 @@ def _add_models(app: FastAPI, service: GenerationService) -> None:
         }
 
     # Clients poll this list to learn that a server is up, so it waits for the model.
-    @app.get("/v1/models")
+    @app.get("/v1/models", **answers("object", "data"))
     async def models(_: Request) -> Response:
         return answer_with(lambda: {"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", **parameters(("model", "path", {"type": "string"})), **answers("id", "object"))
     async def model(request: Request) -> Response:
         return answer_with(lambda: card(request.path_params["model"]))
 

@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from jaxserve.core import NotReadyError
 from jaxserve.server.answering import answer_with
+from jaxserve.server.description import answers
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import JsonResponse, error_response
@@ -20,16 +21,23 @@ from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
 from jaxserve.server.version import package_version
 
+_METRICS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Prometheus' text, or OpenMetrics if it is asked for",
+        "content": {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")},
+    }
+}
+
 
 def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
     """Adds /health, /ready, /metrics and /version, which answer in every state of the engine."""
 
-    @app.get("/health")
+    @app.get("/health", **answers("status", "state", other=[503]))
     async def health(_: Request) -> Response:
         status = 503 if engine.state in ("dead", "stopped") else 200
         return JsonResponse({"status": "ok" if status == 200 else "dead", "state": engine.state}, status)
 
-    @app.get("/ready")
+    @app.get("/ready", **answers("ready", "state", other=[503]))
     async def ready(_: Request) -> Response:
         done, total, what = engine.progress
         body: dict[str, Any] = {"ready": engine.state == "ready", "state": engine.state}
@@ -40,7 +48,7 @@ def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
             body["error"] = type(engine.error).__name__
         return JsonResponse(body, 503, {"Retry-After": "5"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_METRICS)
     async def metrics(request: Request) -> Response:
         try:
             registry = engine.metrics.registry
@@ -50,7 +58,7 @@ def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
         text, content_type = render_metrics(registry, request.headers.get("accept", ""), compat)
         return Response(text, headers={"Content-Type": content_type})
 
-    @app.get("/version")
+    @app.get("/version", **answers("version"))
     async def version_(_: Request) -> Response:
         return JsonResponse({"version": package_version()})
 
@@ -59,19 +67,19 @@ def add_operator_routes(app: FastAPI, service: GenerationService, settings: Http
     """Adds /load, /reset_prefix_cache, /start_profile and /stop_profile."""
     profiler = _Profiler(service, settings.profile_dir)
 
-    @app.get("/load")
+    @app.get("/load", **answers("server_load"))
     async def load(_: Request) -> Response:
         return answer_with(lambda: _load(service))
 
-    @app.post("/reset_prefix_cache")
+    @app.post("/reset_prefix_cache", **answers("status"))
     async def reset_prefix_cache(_: Request) -> Response:
         return answer_with(lambda: _reset_prefix_cache(service))
 
-    @app.post("/start_profile")
+    @app.post("/start_profile", **answers("status", "profile_dir"))
     async def start_profile(_: Request) -> Response:
         return await profiler.answer(start=True)
 
-    @app.post("/stop_profile")
+    @app.post("/stop_profile", **answers("status", "profile_dir"))
     async def stop_profile(_: Request) -> Response:
         return await profiler.answer(start=False)
 

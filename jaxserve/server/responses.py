@@ -13,9 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core import RequestOutput
-from jaxserve.server.answering import answer, body_schema
+from jaxserve.server.answering import answer
 from jaxserve.server.auth import key_tenant
 from jaxserve.server.chat_submit import Conversation, submit_chat
+from jaxserve.server.description import answers, takes
 from jaxserve.server.engine_api import StreamApi
 from jaxserve.server.errors import ApiError, stream_error, unfinished_error
 from jaxserve.server.json_body import error_response
@@ -31,7 +32,9 @@ from jaxserve.server.tools import parse_tools
 def add_response_routes(app: FastAPI, service: GenerationService, max_body_bytes: int) -> None:
     """Adds the routes."""
 
-    @app.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
+    body = takes(ResponsesRequest, {"input": "Hello", "max_output_tokens": 8}, ["input"])
+
+    @app.post("/v1/responses", **body, **answers("id", "object", "status", "output", "usage", streams=True))
     async def responses(request: Request) -> Response:
         return await answer(service, max_body_bytes, request, _create_response)
 

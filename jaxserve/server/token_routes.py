@@ -8,7 +8,8 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.server.answering import answer, answer_with, body_schema
+from jaxserve.server.answering import answer, answer_with
+from jaxserve.server.description import answers, takes
 from jaxserve.server.errors import ApiError
 from jaxserve.server.field_checks import parse_model
 from jaxserve.server.json_body import JsonResponse
@@ -48,15 +49,15 @@ def add_token_routes(app: FastAPI, service: GenerationService, max_body_bytes: i
         service.check_ready(spec.model)
         return JsonResponse({"prompt": await service.decode(spec.tokens)})
 
-    @app.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+    @app.post("/tokenize", **takes(TokenizeRequest, {"prompt": "The sea is"}), **answers("count", "tokens"))
     async def tokenize(request: Request) -> Response:
         return await answer(service, max_body_bytes, request, tokenize_body)
 
-    @app.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+    @app.post("/detokenize", **takes(DetokenizeRequest, {"tokens": [1, 2, 3]}), **answers("prompt"))
     async def detokenize(request: Request) -> Response:
         return await answer(service, max_body_bytes, request, detokenize_body)
 
-    @app.get("/tokenizer_info")
+    @app.get("/tokenizer_info", **answers("tokenizer_class", "model_max_length"))
     async def tokenizer_info(_: Request) -> Response:
         return answer_with(lambda: _tokenizer_info(service))
 
