@@ -1,11 +1,12 @@
 """What `--print_config` prints: the settings a command line comes down to, as a flagfile or as JSON.
 
-Keys are never printed. A setting whose value came from a file is printed as that file.
+Keys, and passwords within addresses, are never printed. A setting whose value came from a file is printed as that file.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from absl import flags as absl_flags
@@ -52,7 +53,7 @@ def _flag_line(flag: Flag, value: Any) -> str:
         return f"--{'' if value else 'no'}{flag.name}"
     if isinstance(value, FromFile):
         return f"--{flag.name}={value.path}"
-    return f"--{flag.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+    return f"--{flag.name}={','.join(map(str, value)) if isinstance(value, tuple) else _without_credentials(value)}"
 
 
 def _json_value(flag: Flag, value: Any) -> Any:
@@ -60,4 +61,9 @@ def _json_value(flag: Flag, value: Any) -> Any:
         return True if value else None
     if isinstance(value, FromFile):
         return value.path
-    return list(value) if isinstance(value, tuple) else value
+    return list(value) if isinstance(value, tuple) else _without_credentials(value)
+
+
+def _without_credentials(value: Any) -> Any:
+    """An address without the user and password that it may hold; anything else as it is."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", value) if isinstance(value, str) else value

@@ -15,7 +15,7 @@ less what `allowed_token_ids`, `bad_words` and `min_tokens` bar; if nothing is l
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,12 +211,13 @@ class GrammarStates:
         try:
             if matchers:
                 self.compiler.fill_masks(matchers, masks)
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of the Rust library is no Exception
             # Half a step is on the device, and other requests have their part in it.
-            logging.exception("no masks for %d requests, which fail", len(matchers))
+            _fail_followers(state for _, state in rows)
             for row, state in rows:
-                if state.matcher is not None:
-                    state.fail("an internal error; the server's log has its cause")
+                if state.failed:
                     masks[row] = _EVERYTHING
         for row, state in rows:
             if not state.failed:
@@ -234,11 +235,24 @@ class GrammarStates:
             for row, state in rows
         ]
         followed = [(state.matcher, token) for state, token in tokens if state.matcher is not None and not state.over]
-        if followed:
-            self.compiler.accept(followed)
+        try:
+            if followed:
+                self.compiler.accept(followed)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # see `masks`
+            _fail_followers(state for state, _ in tokens)
         for state, token in tokens:
             state.advance(token)
         self.times.accept_s += time.perf_counter() - began
+
+
+def _fail_followers(states: Iterable[GrammarState]) -> None:
+    """Fails those that follow a grammar, in the handler of what its library raised."""
+    logging.exception("llguidance failed; the requests of this step that it is for fail")
+    for state in states:
+        if state.matcher is not None:
+            state.fail("an internal error; the server's log has its cause")
 
 
 def _permitted(request: Request, num_known: int, vocab_size: int) -> NDArray[np.uint32]:

@@ -32,6 +32,8 @@ def main(argv: Sequence[str]) -> int:
         exit_with(f"--{error}")
     if flags.log_prompts and not flags.log_requests:
         exit_with("--log_prompts is set without --log_requests, whose lines would hold the prompts; set both")
+    if flags.log_prompts and flags.skip_tokenizer_init:
+        exit_with("--log_prompts needs a tokenizer to write prompts with; leave out --skip_tokenizer_init")
     if flags.print_config:
         as_text = settings_as_json if flags.log_format == "json" else settings_as_flagfile
         with contextlib.suppress(BrokenPipeError):  # a reader like `head` has seen enough

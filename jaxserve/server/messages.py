@@ -11,6 +11,8 @@ from jaxserve.text.tool_calls import is_json_object
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
+MAX_ARGUMENTS_CHARS = 262144
+"""Of a call in a message; they are parsed to be checked."""
 
 
 class ChatEnd(Enum):
@@ -125,6 +127,8 @@ def tool_call(where: str, call_id: Any, inside: str, function: dict[str, Any], i
         raise _error(f"{inside}.name must be a string that is not empty")
     if arguments is None or arguments == "":
         arguments = "{}"
+    if isinstance(arguments, str) and len(arguments) > MAX_ARGUMENTS_CHARS:
+        raise _error(f"{inside}.arguments has {len(arguments)} characters; the limit is {MAX_ARGUMENTS_CHARS}")
     if not isinstance(arguments, str) or not is_json_object(arguments):
         raise _error(f"{inside}.arguments must be a string that holds a JSON object")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

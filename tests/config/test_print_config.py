@@ -28,6 +28,7 @@ def words(key_file, tmp_path):
         "--allowed_origins=https://a.example,https://b.example",
         f"--api_key_file={key_file}",
         "--api_key=sk-secret",
+        "--otlp_endpoint=https://user:sk-password@collector:4318",
         f"--service_classes={classes}",
     ]
 
@@ -46,7 +47,7 @@ def test_a_printed_flagfile_read_back_gives_the_same_settings(words, tmp_path):
 def test_the_command_prints_settings_without_keys_and_exits_with_0(words, key_file, capsys, log_format):
     assert main(["prog", *words, "--print_config", f"--log_format={log_format}"]) == 0
     printed = capsys.readouterr().out
-    assert "sk-" not in printed and str(key_file) in printed
+    assert "sk-" not in printed and str(key_file) in printed and "https://collector:4318" in printed
     if log_format == "json":
         settings = json.loads(printed)
         assert settings["max_num_seqs"] == 3 and settings["enable_prefix_caching"] is False

@@ -247,14 +247,20 @@ def test_a_matcher_that_fails_midway_ends_its_request_alone(llm, monkeypatch):
     assert_idle_clean(llm)
 
 
-def test_masks_that_cannot_be_made_end_the_bound_requests_alone(llm, monkeypatch):
+class Panic(BaseException):
+    """As a library written in Rust raises."""
+
+
+@pytest.mark.parametrize("method", ["fill_masks", "accept"])
+@pytest.mark.parametrize("fault", [RuntimeError, Panic])
+def test_faults_of_the_grammar_library_end_the_bound_requests_alone(llm, monkeypatch, method, fault):
     free = ids(llm.generate([[5, 6]], greedy(20), use_tqdm=False))[0]
     compiler = llm.engine._grammars.compiler
 
-    def broken(matchers, masks):
-        raise RuntimeError("broken")
+    def broken(*_):
+        raise fault("broken")
 
-    monkeypatch.setattr(compiler, "fill_masks", broken)
+    monkeypatch.setattr(compiler, method, broken)
     outputs = llm.generate([[5, 6]] * 2, [bound(regex="[a-z]{20}"), greedy(20)], use_tqdm=False)
     assert outputs[0].outputs[0].finish_reason == "error" and "internal error" in outputs[0].outputs[0].error
     assert ids(outputs)[1] == free

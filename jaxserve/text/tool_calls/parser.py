@@ -16,10 +16,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxserve.text.tool_calls.source import SPACES, MalformedCallError, Reading, Source
+from jaxserve.text.tool_calls.source import MAX_DEPTH, SPACES, MalformedCallError, Reading, Source
 
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 """Reads what `Source.json` accepted; numbers of any length stay text."""
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+_STRICT_DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=_refuse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,9 @@ class ToolParser(ABC):
         self._reading: Reading[list[ToolCall]] | None = None
         self._mark = ""
         self._spacing = _Spacing()
+        # Of a complete text: marks that its rest is known not to hold. Else a text of many beginnings of calls would
+        # be searched to its end for each.
+        self._absent: set[str] = set()
 
     @abstractmethod
     def read(self, source: Source) -> Reading[list[ToolCall]]:
@@ -122,7 +132,7 @@ class ToolParser(ABC):
     def _begin(self, text: str, mark: str) -> None:
         self._text = ""
         self._mark = mark
-        self._source = Source(text)
+        self._source = Source(text, self._absent)
         self._reading = self.read(self._source)
 
     def call(self, name: str, arguments: str) -> ToolCall:
@@ -165,16 +175,20 @@ def json_object(written: str) -> str:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether a text is one JSON object, not nested too deeply."""
-    source = Source(text)
-    source.complete = True
+    """Whether a text is one JSON object, nested no deeper than `MAX_DEPTH`."""
     try:
-        for reading in (source.json(), source.space()):
-            for _ in reading:
-                pass
-    except MalformedCallError:
+        value = _STRICT_DECODER.decode(text)
+    except (ValueError, RecursionError):
         return False
-    return source.at == len(text) and text.lstrip(SPACES).startswith("{")
+    if not isinstance(value, dict):
+        return False
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        children = (child for outer in level for child in (outer.values() if isinstance(outer, dict) else outer))
+        level = [child for child in children if isinstance(child, dict | list)]
+        if not level:
+            return True
+    return False
 
 
 def json_members(written: str) -> dict[str, str]:

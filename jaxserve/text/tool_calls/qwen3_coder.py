@@ -71,7 +71,8 @@ def _types(schema: Mapping[str, Any], key: str) -> set[str]:
     if not isinstance(entry, Mapping):
         return set()
     found: set[str] = set()
-    for part in (entry, *(entry.get("anyOf") or ()), *(entry.get("oneOf") or ())):
+    choices = [entry.get(name) for name in ("anyOf", "oneOf")]
+    for part in (entry, *(part for parts in choices if isinstance(parts, list) for part in parts)):
         kind = part.get("type") if isinstance(part, Mapping) else None
         found.update(name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str))
     return found

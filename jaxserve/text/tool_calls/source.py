@@ -34,10 +34,14 @@ class Source:
       text: all of it so far.
       at: how far it has been read.
       complete: nothing follows.
+
+    Args:
+      absent: marks that a complete text does not hold from here on; shared by the sources of one text.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, absent: set[str] | None = None) -> None:
         self.text = text
+        self._absent = set() if absent is None else absent
         self.at = 0
         self.complete = False
 
@@ -80,9 +84,13 @@ class Source:
 
     def until(self, mark: str) -> Reading[str]:
         """Reads up to `mark` and over it; returns what is before it."""
+        if mark in self._absent:
+            raise MalformedCallError
         start = searched = self.at
         while (found := self.text.find(mark, searched)) < 0:
             searched = max(start, len(self.text) - len(mark) + 1)
+            if self.complete:
+                self._absent.add(mark)
             yield from self.more()
         self.at = found + len(mark)
         return self.text[start:found]

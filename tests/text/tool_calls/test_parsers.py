@@ -208,11 +208,18 @@ def test_a_value_becomes_what_its_schema_says():
     assert json.loads(call.arguments) == odd
 
 
+def test_a_schema_of_any_shape_is_read():
+    for schema in ({"anyOf": 5}, {"oneOf": [3, None]}, {"type": 5}, {"type": [None, 7]}, 4):
+        parser = PARSERS["qwen3_coder"]({"f": {"properties": {"a": schema}}})
+        (call,) = [*parser.feed("<function=f><parameter=a>1</parameter></function>"), *parser.finish()]
+        assert json.loads(call.arguments) == {"a": "1"}
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_many_beginnings_of_calls_are_content_and_quickly_seen_to_be(name):
     parser_class = PARSERS[name]
     for mark in (*parser_class.MARKS, *parser_class.FIRST):
-        for filling in ("", '{"x":', "[", '{"name":"now","arguments":{"a":"', "\n"):
+        for filling in ("", "get_weather><parameter=a>", '{"x":', "[", '{"name":"now","arguments":{"a":"', "\n"):
             text = (mark + filling) * (60_000 // len(mark + filling))
             parser = parser_class(TOOLS)
             begun = time.process_time()
@@ -253,3 +260,12 @@ def test_json_objects_are_those_that_json_knows(value):
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=1)):
         assert is_json_object(text) == isinstance(value, dict)
         assert not is_json_object(text[:-1])
+
+
+def test_json_objects_of_a_megabyte_are_quickly_known_and_deep_ones_refused():
+    begun = time.process_time()
+    assert is_json_object('{"a": [' + "0," * 500_000 + "0]}")
+    assert time.process_time() - begun < 1
+    assert is_json_object('{"a":' + "[" * 63 + "]" * 63 + "}")
+    assert not is_json_object('{"a":' + "[" * 64 + "]" * 64 + "}")
+    assert not is_json_object("[" * 100_000) and not is_json_object('{"a": NaN}')
