@@ -11,12 +11,20 @@ from starlette.responses import Response
 from jaxserve.server.answering import answer, answer_with
 from jaxserve.server.description import answers, takes
 from jaxserve.server.errors import ApiError
-from jaxserve.server.field_checks import parse_model
+from jaxserve.server.field_checks import asks, field_error, parse_model
 from jaxserve.server.json_body import JsonResponse
 from jaxserve.server.messages import chat_end, normalize_messages
 from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT, DetokenizeRequest, TokenizeRequest
 from jaxserve.server.service import GenerationService
 from jaxserve.server.tools import parse_tools
+
+_CHAT_FIELDS: dict[str, tuple[Any, ...]] = {
+    # field: values that ask for nothing
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "tools": ([],),
+}
 
 
 def add_token_routes(app: FastAPI, service: GenerationService, max_body_bytes: int) -> None:
@@ -28,6 +36,7 @@ def add_token_routes(app: FastAPI, service: GenerationService, max_body_bytes: i
         if (spec.prompt is None) == (spec.messages is None):
             raise ApiError("invalid", "give either prompt or messages", param="prompt")
         if spec.prompt is not None:
+            _refuse_chat_fields(body)
             add_special = spec.add_special_tokens is not False
             (ids,) = await service.encode([spec.prompt], add_special, param="prompt", converts=True)
         else:
@@ -60,6 +69,12 @@ def add_token_routes(app: FastAPI, service: GenerationService, max_body_bytes: i
     @app.get("/tokenizer_info", **answers("tokenizer_class", "model_max_length"))
     async def tokenizer_info(_: Request) -> Response:
         return answer_with(lambda: _tokenizer_info(service))
+
+
+def _refuse_chat_fields(body: dict[str, Any]) -> None:
+    for name, harmless in _CHAT_FIELDS.items():
+        if asks(body.get(name), harmless):
+            raise field_error(name, f"{name} goes with messages; leave it out with prompt")
 
 
 def _tokenizer_info(service: GenerationService) -> dict[str, Any]:

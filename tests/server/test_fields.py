@@ -172,3 +172,22 @@ def test_what_cannot_be_continued_is_refused(client, path, messages, fields, wor
     body = {"messages": messages, "continue_final_message": True} | fields
     error = error_of(client.post(path, json=body), 400)
     assert word in error["message"] and error["param"] in ("continue_final_message", "chat_template_kwargs")
+
+
+CHAT_FIELDS = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "chat_template_kwargs": {"a": 1},
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), CHAT_FIELDS.items())
+def test_fields_of_messages_are_refused_beside_a_prompt(client, name, value):
+    error = error_of(client.post("/tokenize", json={"prompt": "a", name: value}), 400)
+    assert error["param"] == name and "goes with messages" in error["message"]
+
+
+def test_fields_of_messages_that_ask_for_nothing_are_taken_beside_a_prompt(client):
+    body = {"tools": [], "chat_template_kwargs": {}, "add_generation_prompt": True, "continue_final_message": False}
+    assert client.post("/tokenize", json=body | {"prompt": "a"}).json()["tokens"] == [97]
