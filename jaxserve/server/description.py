@@ -44,6 +44,7 @@ _MESSAGE = {
     "properties": {"role": {"enum": list(ROLES)}, "content": _CONTENT},
 }
 _TOOL = {"type": "object", "required": ["type"], "properties": {"type": {"const": "function"}}}
+_EVENT = {"type": "object", "required": ["data"], "properties": {"event": _TEXT, "data": _TEXT}}
 _PROMPTS = {
     "anyOf": [
         _TEXT,
@@ -147,12 +148,12 @@ def answers(*members: str, streams: bool = False, other: Sequence[int] = ()) -> 
 
     Args:
       members: it always has.
-      streams: server-sent events instead, when the request asks for them.
+      streams: server-sent events instead, when the request asks for them; their schema is one event's.
       other: status codes of answers that are no error objects.
     """
     content: Schema = {"application/json": {"schema": {"type": "object", "required": list(members)}}}
     if streams:
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {"schema": _EVENT}
     plain = {"description": "The same, of a server that is not well", "content": {"application/json": {}}}
     return {"responses": {200: {"description": "Success", "content": content}} | {status: plain for status in other}}
 

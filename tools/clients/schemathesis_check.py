@@ -1,7 +1,7 @@
 """Schemathesis against a running server: requests made from /openapi.json, right ones and wrong ones.
 
 Usage: python tools/clients/schemathesis_check.py http://127.0.0.1:8000 [SECONDS, 60 unless given]
-Needs `schemathesis` in the Python that runs it. Exits with 1 if an answer is 500 or not as described, if wrong data is
+Needs `schemathesis` in the Python that runs it. Exits with 1 if an answer is 5xx or not as described, if wrong data is
 taken, if a request hangs for 60 s, or if the server is not as before afterwards: the same tokens for the same
 request, nothing running, no KV page owned.
 """
