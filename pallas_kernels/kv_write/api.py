@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import overload
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.pool import QUANTISED_DTYPES, check_pool_form, check_pool_rows, check_scales
-from pallas_kernels.kv_write.mosaic_tpu import write_kv_mosaic_tpu
 from pallas_kernels.kv_write.quantise import quantise
 
 IMPLEMENTATIONS = ("xla", "mosaic_tpu")
@@ -114,7 +114,10 @@ def write_kv(
     stored = _as_stored(pool, new.astype(pool.dtype))
     if implementation == "xla":
         return _scatter(pool, layer, page_ids, offsets, stored)
-    return write_kv_mosaic_tpu(pool, layer, stored, page_ids, offsets, starts, interpret)
+    # Imported when first chosen, as attention kernels are.
+    kernel = importlib.import_module("pallas_kernels.kv_write.mosaic_tpu")
+    found: jax.Array = kernel.write_kv_mosaic_tpu(pool, layer, stored, page_ids, offsets, starts, interpret)
+    return found
 
 
 def choose_write(pool: jax.Array, attention: str) -> str:
