@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+_TPU_KERNEL = re.compile("paged_attention|write_kv")
+"""In the names of what is measured; XLA's own programs are not."""
 _TPU_COLUMNS = "MATMUL, MATPUSH, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU"
 
 
@@ -43,9 +45,8 @@ def ask_for(folder: Path) -> None:
 def take(folder: Path) -> list[Measures]:
     """Reads the measures of the kernels compiled since the last call, and empties the folder."""
     found = [_gpu(path) for path in sorted(folder.glob("*.ptxas"))]
-    found += [
-        _tpu(path) for path in sorted(folder.glob("*paged_attention*final_hlo-static-per-bundle-utilization.txt"))
-    ]
+    utilizations = sorted(folder.glob("*final_hlo-static-per-bundle-utilization.txt"))
+    found += [_tpu(path) for path in utilizations if _TPU_KERNEL.search(path.name)]
     for path in folder.iterdir():
         path.unlink()
     return found

@@ -14,10 +14,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import numpy as np
 from pallas_kernels.common import static_measures
 from pallas_kernels.common.deviceless import TARGETS, Target, compile_for, missing
 from pallas_kernels.common.static_measures import Measures
+from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention.api import KERNELS, paged_attention
 from pallas_kernels.paged_attention.mosaic_gpu import takes_wgmma, tile_rows
 from pallas_kernels.paged_attention.mosaic_gpu_tuning import MMA_BLOCK, tune_wgmma
@@ -40,7 +41,7 @@ class Proof:
     """A line of the table.
 
     Attributes:
-      implementation, target, shape: what was looked at.
+      kernel, target, shape: what was looked at; `kernel` is an implementation of attention, or "write_kv".
       state: "compiled, not run", "ran (interpreted, races checked)", "ran on hardware", "refused: ..." where
         the implementation says that it lacks the shape, "not looked at: ..." or "FAILED: ...".
       measures: of the kernels in the program.
@@ -50,7 +51,7 @@ class Proof:
       seconds: spent.
     """
 
-    implementation: str
+    kernel: str
     target: str
     shape: str
     state: str
@@ -64,22 +65,50 @@ class Proof:
         return self.state.startswith("FAILED")
 
 
-def check(target: Target, spec: Spec, folder: Path | None = None) -> Proof:
+class _Call(NamedTuple):
+    """A kernel's call, to be compiled; `donate` as for `compile_for`."""
+
+    kernel: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+
+
+def _attention(target: Target, spec: Spec) -> _Call:
+    name = target.implementation
+    return _Call(name, spec.attend(name), spec.abstract_args(name))
+
+
+def _kv_write(target: Target, spec: Spec) -> _Call:
+    """`write_kv`'s kernel on the tokens, and in prefill the rows, of `spec`."""
+    _, pool, layer, _, _, starts, scales = spec.abstract_args(target.implementation)
+    new = jax.ShapeDtypeStruct((spec.num_tokens, spec.num_kv_heads, spec.head_dim), jnp.dtype(spec.dtype))
+    places = jax.ShapeDtypeStruct((spec.num_tokens,), jnp.int32)
+
+    def write(pool: Any, layer: Any, k: Any, v: Any, pages: Any, offsets: Any, scales: Any, starts: Any) -> Any:
+        return write_kv(pool, layer, k, v, pages, offsets, scales, starts=starts, implementation="mosaic_tpu")
+
+    return _Call("write_kv", write, (pool, layer, new, new, places, places, scales, starts), donate=(0,))
+
+
+def check(target: Target, spec: Spec, folder: Path | None = None, *, writes: bool = False) -> Proof:
     """Compiles one shape for one target.
 
     Args:
       folder: as given to `static_measures.ask_for`; None: no measures.
+      writes: the kernel of `write_kv`, which there is for TPU, and not of attention.
     """
     began = time.monotonic()
-    subject = (target.implementation, target.name, spec.name)
+    call = (_kv_write if writes else _attention)(target, spec)
+    subject = (call.kernel, target.name, spec.name)
     if missing(target):
         return Proof(*subject, f"not looked at: {missing(target)}")
     try:
-        jax.eval_shape(spec.attend(target.implementation), *spec.abstract_args(target.implementation))
+        jax.eval_shape(call.function, *call.args)
     except (ValueError, NotImplementedError) as error:
         return Proof(*subject, f"refused: {error}")
     try:
-        compiled = compile_for(target, spec.attend(target.implementation), spec.abstract_args(target.implementation))
+        compiled = compile_for(target, call.function, call.args, donate=call.donate)
     except Exception as error:  # whatever a compiler raises is a line of the table
         return Proof(*subject, f"FAILED: {type(error).__name__}: {str(error).splitlines()[0]}")
     temp = int(compiled.memory_analysis().temp_size_in_bytes)
@@ -89,7 +118,7 @@ def check(target: Target, spec: Spec, folder: Path | None = None) -> Proof:
         _verdict(target, spec, temp, measures),
         measures,
         temp,
-        roofline_share(target, spec, measures[-1]) if measures else None,
+        roofline_share(target, spec, measures[-1]) if measures and not writes else None,
         time.monotonic() - began,
     )
 
@@ -172,16 +201,17 @@ def _cells(proof: Proof) -> tuple[str, ...]:
     figures += [str(getattr(kernel, name)) if kernel else "" for name in ("spilled", "instructions", "loop")]
     share = "" if proof.share is None else f"{proof.share:.2f}"
     temp = f"{proof.temp_bytes / 2**20:.1f}" if proof.state.startswith("compiled") else ""
-    return (proof.implementation, proof.target, proof.shape, *figures, share, temp, proof.state)
+    return (proof.kernel, proof.target, proof.shape, *figures, share, temp, proof.state)
 
 
 def run(targets: list[str], shapes: str, folder: Path) -> Iterator[Proof]:
-    """A proof per kernel that can be run or interpreted, then one per target and shape."""
+    """A proof per attention kernel that can be run or interpreted, then one per target, kernel and shape."""
     for implementation in KERNELS:
         if any(TARGETS[name].implementation == implementation for name in targets):
             yield from (interpret(implementation, prefill) for prefill in (False, True))
     for name in targets:
-        yield from (check(TARGETS[name], spec, folder) for spec in SPECS if shapes in spec.name)
+        for writes in (False, True) if TARGETS[name].platform == "tpu" else (False,):
+            yield from (check(TARGETS[name], spec, folder, writes=writes) for spec in SPECS if shapes in spec.name)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -199,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         static_measures.ask_for(Path(name))
         for proof in run(targets, options.shapes, Path(name)):
             proofs.append(proof)
-            print(f"{proof.target} {proof.shape}: {proof.state}", file=sys.stderr)
+            print(f"{proof.target} {proof.kernel} {proof.shape}: {proof.state}", file=sys.stderr)
     print(table(proofs))
     if options.output:
         records: list[dict[str, Any]] = [asdict(proof) for proof in proofs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.common.deviceless import TARGETS
+from pallas_kernels.common.deviceless import TARGETS, missing
 from pallas_kernels.common.static_measures import Measures, gpu_loop, take, tpu_loop
 from pallas_kernels.paged_attention import compile_check
 from pallas_kernels.paged_attention.compile_check import check, interpret, main, roofline_share, table
@@ -83,6 +83,15 @@ def test_nothing_is_claimed_without_the_compiler(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["--targets=v1"])
     assert "--targets has v1; known are v5e" in capsys.readouterr().err
+
+
+@pytest.mark.tpu_compile
+def test_the_kernel_that_writes_is_looked_at_too():
+    target = TARGETS["v5e"]
+    if missing(target):
+        pytest.skip(missing(target))
+    assert check(target, PREFILL, writes=True).state == "compiled, not run"
+    assert check(target, SPEC["llama-3-8b decode int8"], writes=True).state.startswith("refused: the pool is int8")
 
 
 @pytest.mark.parametrize(
