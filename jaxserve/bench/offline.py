@@ -24,7 +24,9 @@ COLUMNS = (
     Column("output_tokens_per_s", "output tokens/s", ".1f"),
     Column("slot_utilisation", "slot utilisation", ".1%"),
     Column("padding_ratio", "padding", ".1%"),
+    Column("wasted_rows", "wasted rows", ".0f"),
     Column("host_ms_per_iteration", "host ms/iteration", ".2f"),
+    Column("hidden_share", "hidden", ".0%"),
     Column("device_ms_per_iteration", "device ms/iteration", ".1f"),
 )
 
@@ -32,7 +34,7 @@ COLUMNS = (
 def run(flags: FlagValues) -> None:
     """Measures every dtype at every slot count, each several times, and reports medians."""
     results = [measure(flags, dtype, slots) for dtype in flags.dtypes for slots in flags.slots]
-    settings = {name: flags[name].value for name in ("model", "prompt_tokens", "output_tokens", "runs")}
+    settings = {name: flags[name].value for name in ("model", "prompt_tokens", "output_tokens", "runs", "overlap")}
     report("offline", settings | {"requests_per_slot": flags.requests_per_slot}, results, COLUMNS, flags.output)
 
 
@@ -60,6 +62,7 @@ def make_llm(flags: FlagValues, dtype: str, slots: int, **settings: Any) -> LLM:
         prefill_buckets=(budget,),
         table_width_buckets=(-(-max_model_len // PAGE_SIZE),),
         page_size=PAGE_SIZE,
+        overlap=flags.overlap,
         enable_prefix_caching=False,  # every run computes the same prompts
         **{"skip_tokenizer_init": True} | settings,
     )
@@ -96,8 +99,9 @@ def figures(stats: EngineStats, wall_s: float, slots: int) -> dict[str, float]:
       slots: of the engine.
 
     Returns:
-      Shares in [0, 1]: `slot_utilisation`, slots with work over all slots, mean over iterations;
-      `padding_ratio`, rows of the compiled shapes that held no token.
+      Shares in [0, 1]: `slot_utilisation`, slots with work for live requests over all slots, mean over iterations;
+      `padding_ratio`, rows of the compiled shapes that held no token; `hidden_share`, of the host's work, done while
+      the device was busy.
     """
     iterations = max(stats.iterations, 1)
     return {
@@ -106,6 +110,8 @@ def figures(stats: EngineStats, wall_s: float, slots: int) -> dict[str, float]:
         "output_tokens_per_s": stats.output_tokens / wall_s,
         "slot_utilisation": stats.slot_utilisation(slots),
         "padding_ratio": 1 - stats.tokens / max(stats.padded_tokens, 1),
+        "wasted_rows": stats.wasted_rows,
         "host_ms_per_iteration": 1e3 * stats.host_s / iterations,
+        "hidden_share": stats.hidden_share,
         "device_ms_per_iteration": 1e3 * stats.device_s / iterations,
     }

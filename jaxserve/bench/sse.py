@@ -122,6 +122,9 @@ class _Tokens:
     def warm_up(self) -> None:
         """Nothing is compiled."""
 
+    def land(self) -> None:
+        """Nothing is in flight."""
+
     def close(self) -> None:
         """Nothing is open."""
 

@@ -98,6 +98,7 @@ class EngineConfig(PolicyConfig):
       num_pages: KV pages; sized from memory when None.
       swap_space: GiB of host memory for the pages of swapped requests (preemption "swap" and "auto").
       max_grammar_bytes: longest schema, expression or grammar of a request.
+      overlap: plan and dispatch an iteration before the last one's tokens are on the host.
       kv_cache_dtype: of KV pages; "auto" is `dtype`, "fp8" is float8_e4m3fn. int8 and fp8 keep a float32 scale
         per token and KV head.
       enable_prefix_caching: on unless set.
@@ -127,6 +128,7 @@ class EngineConfig(PolicyConfig):
     max_queue_requests: int = 256
     max_queue_tokens: int = 1 << 20
     enable_prefix_caching: bool = True
+    overlap: bool = True
     max_grammar_bytes: int = 1 << 17
     attention_implementation: str = "auto"
     decode_buckets: tuple[int, ...] | None = None
@@ -188,6 +190,7 @@ class EngineConfig(PolicyConfig):
             max_model_len=max_model_len,
             max_queue_requests=self.max_queue_requests,
             max_queue_tokens=self.max_queue_tokens,
+            max_steps_ahead=int(self.overlap),
             **{name: getattr(self, name) for name in POLICY_FIELDS},
         )
 

@@ -226,6 +226,7 @@ FLAGS: tuple[Flag, ...] = (
         ("max_num_batched_tokens", _INT, "token budget of one iteration, prefill and decode together"),
         ("enable_chunked_prefill", _BOOL, "a prompt may be spread over iterations"),
         ("prefill_chunk", _COUNT, "most prompt tokens of a request in an iteration; default: the token budget"),
+        ("overlap", _BOOL, "plan and dispatch an iteration before the last one's tokens are on the host"),
     ),
     *_engine(
         "Waiting queue and scheduling",
@@ -341,6 +342,7 @@ FLAGS: tuple[Flag, ...] = (
         ("output_tokens", IntParser(low=2), 64, "tokens of each output"),
         ("requests_per_slot", _COUNT, 3, "requests of a run, in slots"),
         ("runs", _COUNT, 3, "runs of each figure; the median is reported"),
+        ("overlap", _BOOL, _DEFAULTS["overlap"], "as the server's flag"),
         ("policies", ListParser(ChoiceParser(POLICIES)), POLICIES, "scheduler: orders of the waiting queue to measure"),
         ("running", _COUNTS, (8, 64, 256, 1024), "scheduler: numbers of running requests to measure"),
         (

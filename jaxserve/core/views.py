@@ -26,7 +26,7 @@ class IterationView(NamedTuple):
 
     Attributes:
       iteration: its number, from 0.
-      began_at, ended_at: of the step.
+      began_at, ended_at: of the step; it does not begin before the one ahead of it has ended.
       bucket: the compiled shape it ran in; None in simulation.
       decode_slots, decode_ids: of the decode rows, by column.
       prefill: the prompt chunks.
@@ -72,7 +72,7 @@ class SlotView:
     Attributes:
       phase: "prefill" or "decode".
       prompt_tokens, output_tokens, max_tokens: of the request.
-      computed_tokens: whose K and V are written, or will be by the step that runs.
+      computed_tokens: whose K and V are written, or will be by the steps in flight.
       age_s: seconds since it arrived.
     """
 

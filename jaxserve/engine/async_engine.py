@@ -292,6 +292,7 @@ class AsyncEngine:
             while not self._stopping:
                 if not engine.step():
                     self._wait(engine)
+            engine.land()
             engine.close()
         except BaseException as error:
             self._die(error)

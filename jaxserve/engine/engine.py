@@ -3,25 +3,25 @@
     plan = scheduler.schedule(now)
     prepared = runner.prepare(plan)
     handle = runner.dispatch(prepared)
+    runner.sample(handle)
     output = runner.collect(handle)
     events = scheduler.update(plan, output.result, now)
 
-The engine has no thread of its own: `LLM` steps it in the caller's, `AsyncEngine` in a thread. `add`
-and `abort` may come from other threads at any time, also while a step runs on the device; a lock guards
-the host state and is never held while the device works.
+`Iterations` has the loop body, in which the next step is dispatched before the last one is collected.
+
+The engine has no thread of its own: `LLM` steps it in the caller's, `AsyncEngine` in a thread. `add` and `abort`
+may come from other threads at any time, also while steps run on the device; a lock guards the host state and is
+never held while the host waits for the device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-
-from absl import logging
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import (
@@ -31,25 +31,24 @@ from jaxserve.core import (
     Recording,
     RejectedError,
     Request,
-    RequestFailedError,
     StructuredOutputs,
     Submission,
 )
+from jaxserve.engine.delivery import Delivery, Sink
 from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
+from jaxserve.engine.iteration import Iterations
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
-from jaxserve.engine.output_processor import OutputDelta, RequestState
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.validation import ModelLimits, bad_word_ids, context_length, eos_token_ids, make_requests
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.models import stack_layers
-from jaxserve.runtime import COMPILES, ModelRunner, StepOutput, enable_compile_cache, make_mesh, scans_layers
-from jaxserve.scheduler import Scheduler, StepPlan, TokenEvent, TokenEvents, TraceWriter
+from jaxserve.runtime import COMPILES, ModelRunner, enable_compile_cache, make_mesh, scans_layers
+from jaxserve.scheduler import Scheduler, TraceWriter
 from jaxserve.text import CompiledGrammar, Tokenizer, load_tokenizer
 
 Progress = Callable[[str, int, int, str], None]
 """Called with stage ("weights" or "warm-up"), done, total and what was done last."""
-Sink = Callable[[OutputDelta], None]
 
 
 class Engine:
@@ -111,7 +110,6 @@ class Engine:
         self.scheduler = Scheduler(self.runner.scheduler_config, trace=self._trace)
         self.metrics = EngineMetrics(self.model_name)
         self.monitor = EngineMonitor(self.scheduler, self.model_name)
-        self.stats = EngineStats()
         self.draw_seed: Callable[[], int] = partial(
             (secrets.SystemRandom() if config.seed is None else random.Random(config.seed)).getrandbits, 64
         )
@@ -120,7 +118,19 @@ class Engine:
             lambda words: bad_word_ids(words, lambda text: self.tokenizer.encode(text, add_special_tokens=False))
         )
         self._grammars = GrammarStates(self._tokenizer, self.limits, config.max_grammar_bytes)
-        self._states: dict[str, RequestState] = {}
+        self._delivery = Delivery(self.scheduler, self.metrics, self.monitor, self._grammars, self._tokenizer)
+        self._iterations = Iterations(
+            self.scheduler,
+            self.runner,
+            self._grammars,
+            self._delivery,
+            self.metrics,
+            self.monitor,
+            cached=config.enable_prefix_caching,
+            lock=self._lock,
+            clock=self._clock,
+            on_change=self._observe_load,
+        )
         self.ready = False
 
     def warm_up(self) -> None:
@@ -144,8 +154,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is live."""
-        return bool(self._states)
+        """Whether a request is live, or a step in flight is to be taken in."""
+        return bool(self._delivery.states) or self._iterations.num_in_flight > 0
+
+    @property
+    def stats(self) -> EngineStats:
+        """Sums over iterations; may be replaced between steps."""
+        return self._iterations.stats
+
+    @stats.setter
+    def stats(self, stats: EngineStats) -> None:
+        self._iterations.stats = stats
 
     @property
     def load(self) -> EngineLoad:
@@ -222,7 +241,7 @@ class Engine:
         with self._lock:
             now = self._clock()
             rejection = self.scheduler.add_all([request for request, *_ in arrivals], now)
-            self._deliver_events(self.scheduler.take_events(), None, now)
+            self._delivery.take_early_ends(now)
             if rejection is not None:
                 self.metrics.rejected(rejection.reason, len(arrivals))
                 for request, index, _ in arrivals:
@@ -231,25 +250,24 @@ class Engine:
                     raise ValueError(rejection.message)
                 raise RejectedError(rejection)
             for request, index, sink in arrivals:
-                grammar = self._grammars.add(request)
-                self._states[request.request_id] = RequestState(request, index, self._tokenizer, sink, now, grammar)
+                self._delivery.open(request, index, sink, now)
             self._observe_load()
 
     def abort(self, request_id: str, reason: str = FinishReason.ABORT) -> bool:
         """Ends a request at any stage; False when it is not live. Its last delta is delivered."""
         with self._lock:
-            if request_id not in self._states:
+            if request_id not in self._delivery.states:
                 return False
             now = self._clock()
             self.scheduler.abort(request_id, now, reason)
-            self._deliver_events(self.scheduler.take_events(), None, now)
+            self._delivery.take_early_ends(now)
             self._observe_load()
             return True
 
     def abort_all(self, reason: str = FinishReason.ABORT) -> None:
         """Ends every live request."""
         with self._lock:
-            for request_id in list(self._states):
+            for request_id in list(self._delivery.states):
                 self.abort(request_id, reason)
 
     def reset_prefix_cache(self) -> None:
@@ -258,140 +276,23 @@ class Engine:
             self.scheduler.reset_prefix_cache(self._clock())
 
     def step(self) -> bool:
-        """Runs one iteration.
+        """Dispatches the next iteration and takes in what came back; see `Iterations.step`.
 
         Returns:
-          Whether anything ran; False when no request is live or all that were have just ended.
+          Whether anything was dispatched or taken in; False when no request is live or all that were have just
+          ended, and when those that are live may not run yet.
         """
-        began = time.perf_counter()
-        with self._lock:
-            planned_at = now = self._clock()
-            plan = self.scheduler.schedule(now)
-            self._deliver_events(self.scheduler.take_events(), None, now)
-            if plan.empty:
-                self._observe_load()
-                return False
-            self._mark_scheduled(plan, now)
-            if plan.preempted or plan.swaps:
-                self._count_preemptions(plan)
-            prepared = self.runner.prepare(plan, self._request_of, self._outputs_of)
-            bucket = prepared.tables.bucket
-            bound = self._grammars.rows(plan, bucket)
-        masks = partial(self._grammars.masks, bound, bucket) if bound else None
-        handle = self.runner.dispatch(prepared, masks)
-        dispatched = time.perf_counter()
-        output = self.runner.collect(handle)
-        collected = time.perf_counter()
-        if bound:
-            self._grammars.accept(bound, output.result, bucket)
-        with self._lock:
-            now = self._clock()
-            self._take_prompt_scores(plan, output)
-            events = self.scheduler.update(plan, output.result, now, bucket=output.bucket.name)
-            self._deliver_step(events, output, now)
-            # Stop strings found just now ended their requests: nothing is left to say about those.
-            self.scheduler.take_events()
-            self.stats.count(plan, output.bucket, events.num_tokens)
-            self.metrics.iteration(plan.num_tokens)
-            self.monitor.iteration(plan, output.bucket.name, planned_at, now)
-            self._observe_load()
-        self.stats.device_s += collected - dispatched
-        self.stats.host_s += (dispatched - began) + (time.perf_counter() - collected)
-        return True
+        return self._iterations.step()
+
+    def land(self) -> None:
+        """Waits for the steps in flight and takes them in, without starting another."""
+        self._iterations.land()
 
     def close(self) -> None:
         """Writes what is left of the trace and closes it."""
         if self._trace:
             self.scheduler.flush_trace()
             self._trace.close()
-
-    def _request_of(self, request_id: str) -> Request:
-        return self.scheduler.sequence(request_id).request
-
-    def _outputs_of(self, request_id: str) -> list[int]:
-        return self.scheduler.sequence(request_id).output_token_ids
-
-    def _mark_scheduled(self, plan: StepPlan, now: float) -> None:
-        for placement in plan.placements:
-            state = self._states[placement.request_id]
-            if state.metrics.first_scheduled_at is None:
-                state.metrics.first_scheduled_at = now
-                state.num_cached_tokens = placement.num_cached_tokens
-                if self.config.enable_prefix_caching:
-                    self.metrics.looked_up(state.request.num_prompt_tokens, placement.num_cached_tokens)
-                    self.stats.cache_queries += state.request.num_prompt_tokens
-                    self.stats.cache_hits += placement.num_cached_tokens
-                self.metrics.queue_time(now - state.metrics.arrived_at)
-
-    def _take_prompt_scores(self, plan: StepPlan, output: StepOutput) -> None:
-        first = 0
-        for chunk in plan.prefill:
-            state = self._states.get(chunk.request_id)
-            if state is not None:
-                state.take_prompt_scores(chunk, first, output)
-            first += len(chunk.token_ids)
-
-    def _deliver_step(self, events: TokenEvents, output: StepOutput, now: float) -> None:
-        """What an update brought; decode rows by column, as most have a token and nothing else."""
-        self.metrics.sampled(events.num_tokens)
-        ends = events.ends
-        for request_id, token_id, row in zip(events.request_ids, events.token_ids, events.rows, strict=True):
-            self._deliver(request_id, token_id, "decode", row, ends.get(row), output, now)
-        self._deliver_events(events.prefill, output, now)
-
-    def _deliver_events(self, events: list[TokenEvent], output: StepOutput | None, now: float) -> None:
-        for event in events:
-            end = None if event.finish_reason is None else event
-            self._deliver(event.request_id, event.token_id, event.source, event.row, end, output, now)
-
-    def _deliver(
-        self,
-        request_id: str,
-        token_id: int | None,
-        source: str,
-        row: int,
-        end: TokenEvent | None,
-        output: StepOutput | None,
-        now: float,
-    ) -> None:
-        """A token, an end or both, of a request that is live unless a stop string ended it; see `RequestState.take`."""
-        state = self._states.get(request_id)
-        if state is None:
-            return
-        if token_id is not None:
-            self.metrics.token(state, now)
-        try:
-            stopped = state.take(token_id, source, row, end, output, now)
-        except Exception as error:
-            # A fault in one request's text handling ends that request; its neighbours go on.
-            known = isinstance(error, RequestFailedError)
-            logging.error("request %s failed%s", request_id, f": {error}" if known else "", exc_info=not known)
-            with contextlib.suppress(Exception):  # the sink itself may be what failed
-                state.fail(now, str(error) if known else None)
-            self._end(state, end, FinishReason.ERROR, now)
-            return
-        if stopped:
-            self._end(state, end, FinishReason.STOP, now)
-        elif end is not None and end.finish_reason is not None:
-            self._end(state, end, end.finish_reason, now)
-
-    def _end(self, state: RequestState, end: TokenEvent | None, reason: str, now: float) -> None:
-        """Forgets a request, telling the scheduler where it does not know of the end."""
-        request_id = state.request.request_id
-        if end is None:
-            self.scheduler.abort(request_id, now, reason)
-        del self._states[request_id]
-        self._grammars.drop(request_id)
-        if reason == FinishReason.DISPLACED:
-            self.metrics.rejected(reason)
-        else:
-            self.metrics.finished(state, reason)
-        self.monitor.ended(state, reason, now)
-
-    def _count_preemptions(self, plan: StepPlan) -> None:
-        counters, page_bytes = self.scheduler.counters, self.runner.page_bytes
-        swapped = {name: pages * page_bytes for name, pages in counters.swapped_pages_of.items()}
-        self.metrics.preempted(len(plan.preempted), counters.recomputed_tokens_of, swapped)
 
     def _observe_load(self) -> None:
         self.metrics.load(self.load)

@@ -6,7 +6,8 @@ and slots, leaves it as it is. Rules where a grammar meets the request's other s
 - the mask is the grammar's, less what `allowed_token_ids` and `bad_words` bar; if nothing is left, the request fails;
 - EOS is in it where the grammar may end, but not under `ignore_eos`, nor before `min_tokens`;
 - an output ends, with reason "stop", when its grammar allows nothing more, `min_tokens` or not. That is mostly known
-  when its last token is there; where it shows only in the next mask, the token sampled meanwhile is dropped.
+  when its last token is there; where it shows only in the next mask, the token sampled meanwhile is dropped. What a
+  mask shows takes effect with that token, as masks may be made before the token ahead of it is delivered.
 
 Words of `bad_words` that are several tokens go the same way, with a grammar or without: then the mask is everything,
 less what `allowed_token_ids`, `bad_words` and `min_tokens` bar; if nothing is left, the request fails.
@@ -41,6 +42,7 @@ class GrammarState:
     Attributes:
       matcher: of the grammar, if there is one.
       ended: nothing can follow what was accepted.
+      closed: the request is no longer live; rows of it may still be in flight.
       dropped: the last token that was sampled is no part of the output, which had ended before it.
 
     Args:
@@ -52,7 +54,10 @@ class GrammarState:
         self.matcher = None if grammar is None else grammar.start()
         self.ended = False
         self.dropped = False
+        self.closed = False
         self._fault: str | None = None
+        self._ends_next = False  # what the last mask showed
+        self._next_fault: str | None = None
         self._num_accepted = 0
         params = request.params
         self._min_tokens = params.min_tokens
@@ -68,7 +73,7 @@ class GrammarState:
             self._no_ends = ~_packed(_bits(self._end_ids, vocab_size))
 
     def restrict(self, mask: NDArray[np.uint32]) -> None:
-        """Takes out of a mask what the request's other settings bar; an empty one is left full and the output ended.
+        """Takes out of a mask what the request's other settings bar; an empty one is left full and ends the output.
 
         Args:
           mask: uint32[ceil(V / 32)], the grammar's; without one, everything.
@@ -87,7 +92,7 @@ class GrammarState:
             return
         mask[:] = _EVERYTHING
         if may_end:
-            self.ended = True
+            self._ends_next = True
         elif self.matcher is not None:
             self.fail("allowed_token_ids and bad_words bar every token that the grammar allows")
         else:
@@ -95,6 +100,8 @@ class GrammarState:
 
     def advance(self, token_id: int) -> None:
         """Notes the token that was sampled, which the matcher was given, unless the output is over."""
+        self.ended = self.ended or self._ends_next
+        self._fault = self._fault or self._next_fault
         if self.over:
             self.dropped = True
             return
@@ -109,16 +116,16 @@ class GrammarState:
     @property
     def over(self) -> bool:
         """Whether the output has ended or failed, so that a token sampled meanwhile is no part of it."""
-        return self.ended or self.failed
+        return self.ended or self._ends_next or self.failed
 
     @property
     def failed(self) -> bool:
-        """Whether `check` raises."""
-        return self._fault is not None
+        """Whether `check` raises, if not now then with the next token."""
+        return self._fault is not None or self._next_fault is not None
 
     def fail(self, fault: str) -> None:
-        """Makes the request end by error."""
-        self._fault = fault
+        """Makes the request end by error, with the next token."""
+        self._next_fault = fault
 
     def check(self) -> None:
         """Raises RequestFailedError if the output cannot go on."""
@@ -189,7 +196,9 @@ class GrammarStates:
 
     def drop(self, request_id: str) -> None:
         """Forgets a request that ended."""
-        self._live.pop(request_id, None)
+        state = self._live.pop(request_id, None)
+        if state is not None:
+            state.closed = True
 
     def rows(self, plan: StepPlan, bucket: Bucket) -> Rows:
         """The rows of a plan that sample under a mask."""
@@ -203,8 +212,9 @@ class GrammarStates:
         return found
 
     def masks(self, rows: Rows, bucket: Bucket) -> NDArray[np.uint32]:
-        """uint32[N, ceil(V / 32)]: what `rows` may sample; other rows hold anything."""
+        """uint32[N, ceil(V / 32)]: what `rows` may sample; other rows hold anything, those of ended outputs too."""
         began = time.perf_counter()
+        rows = [(row, state) for row, state in rows if not (state.over or state.closed)]
         # A step's own: the device may still read those of the steps in flight.
         masks = np.full((bucket.sample_rows, -(-self._vocab_size // 32)), _EVERYTHING)
         matchers = [(state.matcher, row) for row, state in rows if state.matcher is not None]
@@ -234,6 +244,7 @@ class GrammarStates:
             (state, result.decode_tokens[row] if row < decode else result.prefill_tokens[row - decode])
             for row, state in rows
         ]
+        tokens = [(state, token) for state, token in tokens if not state.closed]
         followed = [(state.matcher, token) for state, token in tokens if state.matcher is not None and not state.over]
         try:
             if followed:

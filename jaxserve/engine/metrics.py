@@ -57,6 +57,7 @@ class EngineMetrics:
         self._itl = histogram("inter_token_latency_seconds", "Gap between successive tokens of a request.", _ITL)
         self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
         self._queue = histogram("request_queue_time_seconds", "Arrival to first scheduling.", _LATENCY)
+        self._wasted = counter("wasted_rows", "Rows of steps whose requests had ended when the step came back.")
         self._iteration = histogram("iteration_tokens_total", "Tokens computed in an iteration.", _TOKENS)
         self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of finished requests.", _TOKENS)
         self._output_length = histogram("request_generation_tokens", "Output tokens of finished requests.", _TOKENS)
@@ -149,9 +150,10 @@ class EngineMetrics:
                 counter.labels(**self._labels, service_class=service_class).inc(total - counted)
                 self._counted[counter, service_class] = total
 
-    def iteration(self, tokens: int) -> None:
-        """A step ran."""
+    def iteration(self, tokens: int, wasted_rows: int) -> None:
+        """A step ran, with so many rows of requests that had ended."""
         self._iteration.observe(tokens)
+        self._wasted.inc(wasted_rows)
 
     def set_compiles(self, count: int) -> None:
         """Compilations of the process so far."""

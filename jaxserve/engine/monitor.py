@@ -6,6 +6,7 @@ length of the queue. Readers get frozen values; whoever takes long with them hol
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
@@ -53,6 +54,7 @@ class EngineMonitor:
         self._model = model
         self._iterations: deque[IterationView] = deque(maxlen=0)
         self._events: deque[EventView] = deque(maxlen=0)
+        self._last_ended_at = -math.inf
         self.on_request_end: RequestListener | None = None
 
     def keep(self, num_iterations: int) -> None:
@@ -61,7 +63,8 @@ class EngineMonitor:
         self._events = deque(self._events, maxlen=num_iterations)
 
     def iteration(self, plan: StepPlan, bucket: str, planned_at: float, now: float) -> None:
-        """A step came back at `now`."""
+        """A step came back at `now`. One planned while another ran is taken to begin when that came back."""
+        began_at, self._last_ended_at = max(planned_at, self._last_ended_at), now
         if not self._iterations.maxlen:
             return
         scheduler, rows = self._scheduler, plan.decode
@@ -69,7 +72,7 @@ class EngineMonitor:
         self._iterations.append(
             IterationView(
                 plan.iteration,
-                planned_at,
+                began_at,
                 now,
                 bucket,
                 rows.slots,

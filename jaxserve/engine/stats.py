@@ -14,16 +14,19 @@ class EngineStats:
 
     Attributes:
       iterations: dispatched steps.
-      slot_steps: slots with work, summed over iterations.
+      slot_steps: slots with work for live requests, summed over iterations; wasted_rows: those with work for
+        requests that had ended by the time the step came back.
       tokens: real tokens computed, of which `prefill_tokens` are of prompts; padded_tokens: rows of the buckets they
         ran in.
       output_tokens: sampled for live requests.
       cache_queries, cache_hits: prompt tokens looked up in the prefix cache, and found.
-      host_s: seconds of scheduling, tables and output handling; device_s: of waiting for the device.
+      host_s: seconds of scheduling, tables and output handling, of which at least `hidden_s` while the device was
+        busy; device_s: of waiting for the device.
     """
 
     iterations: int = 0
     slot_steps: int = 0
+    wasted_rows: int = 0
     tokens: int = 0
     prefill_tokens: int = 0
     padded_tokens: int = 0
@@ -31,21 +34,34 @@ class EngineStats:
     cache_queries: int = 0
     cache_hits: int = 0
     host_s: float = 0.0
+    hidden_s: float = 0.0
     device_s: float = 0.0
 
-    def count(self, plan: StepPlan, bucket: Bucket, num_sampled: int) -> None:
-        """Adds an iteration that ran in `bucket` and sampled `num_sampled` tokens for live requests."""
+    def count(self, plan: StepPlan, bucket: Bucket, num_sampled: int, num_wasted: int) -> None:
+        """Adds an iteration.
+
+        Args:
+          bucket: that it ran in.
+          num_sampled: tokens for live requests.
+          num_wasted: rows of requests that had ended.
+        """
         num_tokens = plan.num_tokens
         self.iterations += 1
-        self.slot_steps += len(plan.decode) + len(plan.prefill)
+        self.slot_steps += len(plan.decode) + len(plan.prefill) - num_wasted
+        self.wasted_rows += num_wasted
         self.tokens += num_tokens
         self.prefill_tokens += num_tokens - len(plan.decode)
         self.padded_tokens += bucket.decode_rows + bucket.prefill_tokens
         self.output_tokens += num_sampled
 
     def slot_utilisation(self, slots: int) -> float:
-        """Slots with work over all `slots`, mean over iterations; in [0, 1]."""
+        """Slots with work for live requests over all `slots`, mean over iterations; in [0, 1]."""
         return self.slot_steps / max(self.iterations * slots, 1)
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the host's work during which the device was busy, at least; in [0, 1]."""
+        return self.hidden_s / max(self.host_s, 1e-12)
 
     def budget_use(self, budget: int) -> float:
         """Tokens computed over a token budget of `budget` an iteration; in [0, 1]."""

@@ -35,10 +35,10 @@ class PageSwapper:
         self._programs = programs
         shapes = kv.abstract(num_host_pages)
         self._host: KVPool = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        self._outgoing: deque[tuple[KVPool, Items[int]]] = deque()  # blocks and their host pages
+        self._outgoing: deque[tuple[KVPool, Items[int], int]] = deque()  # blocks, their host pages and their plans
 
-    def run(self, pool: KVPool, swaps: Items[PageSwap]) -> KVPool:
-        """Starts the copies of one plan, in order.
+    def run(self, pool: KVPool, iteration: int, swaps: Items[PageSwap]) -> KVPool:
+        """Starts the copies of one plan, in order; `iteration` is the plan's number.
 
         Returns:
           The pool as the plan's step is to see it; `pool` itself must not be used any more.
@@ -47,15 +47,18 @@ class PageSwapper:
             for first in range(0, len(swap.page_ids), SWAP_BLOCK):
                 pages, host_pages = (ids[first : first + SWAP_BLOCK] for ids in (swap.page_ids, swap.host_page_ids))
                 if swap.out:
-                    self._send(pool, pages, host_pages)
+                    self._send(pool, iteration, pages, host_pages)
                 else:
                     pool = self._fetch(pool, pages, host_pages)
         return pool
 
-    def settle(self) -> None:
-        """Stores every block on its way; waits for those that the device has not finished."""
-        while self._outgoing:
-            block, host_pages = self._outgoing.popleft()
+    def settle(self, iteration: int | None = None) -> None:
+        """Stores the blocks on their way, of plans up to `iteration` if given; waits for the device to finish them.
+
+        Blocks of a plan whose step is done are finished; those of later plans would have to be waited for.
+        """
+        while self._outgoing and (iteration is None or self._outgoing[0][2] <= iteration):
+            block, host_pages, _ = self._outgoing.popleft()
             for stored, new in zip(jax.tree.leaves(self._host), jax.tree.leaves(block), strict=True):
                 stored[:, host_pages] = np.asarray(new)[:, : len(host_pages)]
 
@@ -64,15 +67,15 @@ class PageSwapper:
         block = self._programs.gather(pool, self._padded(()))
         return self._programs.scatter(pool, block, self._padded(()))
 
-    def _send(self, pool: KVPool, pages: Items[int], host_pages: Items[int]) -> None:
+    def _send(self, pool: KVPool, iteration: int, pages: Items[int], host_pages: Items[int]) -> None:
         block = self._programs.gather(pool, self._padded(pages))
         for array in jax.tree.leaves(block):
             array.copy_to_host_async()
-        self._outgoing.append((block, host_pages))
+        self._outgoing.append((block, host_pages, iteration))
 
     def _fetch(self, pool: KVPool, pages: Items[int], host_pages: Items[int]) -> KVPool:
-        # A request hardly ever comes back within the iteration that sent it away; then this waits.
-        if any(not set(host_pages).isdisjoint(on_their_way) for _, on_their_way in self._outgoing):
+        # A request hardly ever comes back before the step is done that sent it away; then this waits.
+        if any(not set(host_pages).isdisjoint(on_their_way) for _, on_their_way, _ in self._outgoing):
             self.settle()
 
         def block_of(stored: np.ndarray) -> np.ndarray:

@@ -137,8 +137,10 @@ class ProgramTable:
         )
         return jitted.lower(state, logits, *others).compile()
 
-    def workspace_bytes(self, bucket: Bucket, num_pages: int) -> int:
+    def workspace_bytes(self, bucket: Bucket, num_pages: int, max_steps_ahead: int = 0) -> int:
         """Temporary and output bytes of a bucket's step, or of its sampler if that needs more.
+
+        Steps in flight behind it add what they leave, not temporary bytes: programs run one after the other.
 
         They do not depend on the pool's size, so a guess at `num_pages` does; if it is right, warm-up
         takes the programs compiled here.
@@ -148,7 +150,8 @@ class ProgramTable:
         self._samplers = {bucket.sample_rows: sampler}
         shape = (bucket.sample_rows, self._kv.config.vocab_size)
         logits_bytes = 4 * math.prod(self._logits_sharding.shard_shape(shape))
-        return max(_workspace(program), logits_bytes + _workspace(sampler))
+        left = _output_bytes(program) + _output_bytes(sampler)
+        return max(_workspace(program), logits_bytes + _workspace(sampler)) + max_steps_ahead * left
 
     def warm_up(self, buckets: list[Bucket], num_pages: int, progress: Progress | None = None) -> None:
         """Compiles every bucket, their samplers and the placement program; two at a time, largest first.
@@ -210,9 +213,13 @@ def mask_words(vocab_size: int) -> int:
 
 
 def _workspace(program: Any) -> int:
+    return int(program.memory_analysis().temp_size_in_bytes) + _output_bytes(program)
+
+
+def _output_bytes(program: Any) -> int:
     analysis = program.memory_analysis()
     # Donated outputs alias arguments; only what is new counts.
-    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+    return int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
 def _check_in_place(name: str, program: Any, pool: KVPool) -> None:

@@ -1,8 +1,9 @@
 """ModelRunner: owns the device side of one engine and runs plans on it.
 
-`prepare` packs a plan on the host. `dispatch` sends its two blobs and starts the step's two programs, which compute
-logits and sample; between them it asks for the masks of grammars and words. `collect` waits for the sampled tokens;
-until then the host is free. Pool and slot state never leave the device.
+`prepare` packs a plan on the host. `dispatch` sends its two blobs and starts the first of the step's two programs,
+which computes logits; `sample` starts the second, with the masks of grammars and words where there are any. `collect`
+waits for the sampled tokens; until then the host is free, and may dispatch the next step: programs run in the order
+in which they were started. Pool and slot state never leave the device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_page
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
 from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, slot_row
-from jaxserve.runtime.steps import StepOutputs
+from jaxserve.runtime.steps import Forwarded, StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.tables import Bucket, BucketTable, StepTables, TableBuilder
 from pallas_kernels.paged_attention import choose_implementation
@@ -55,11 +56,18 @@ class PreparedStep:
 
 @dataclass(slots=True)
 class StepHandle:
-    """A dispatched step: its plan, its bucket and the arrays to come."""
+    """A dispatched step.
+
+    Attributes:
+      plan, bucket: what runs, and in which compiled shape.
+      forwarded: the first program's results, with the second one's parameters; None once that is started.
+      outputs: the arrays to come; None until then.
+    """
 
     plan: StepPlan
     bucket: Bucket
-    outputs: StepOutputs
+    forwarded: tuple[Forwarded, jax.Array] | None
+    outputs: StepOutputs | None = None
 
 
 @dataclass(slots=True)
@@ -101,6 +109,9 @@ class ModelRunner:
       config: engine settings.
       max_model_len: resolved context length.
       mesh: devices.
+
+    Attributes:
+      newest: a result of the program started last: not ready means that the device is busy.
     """
 
     def __init__(
@@ -138,6 +149,7 @@ class ModelRunner:
         self._state: Any = None
         # What a step without masks is given, by number of rows: nobody reads it.
         self._no_masks: dict[int, jax.Array] = {}
+        self.newest: jax.Array | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -161,8 +173,9 @@ class ModelRunner:
             self._swapper = PageSwapper(self._kv, self.memory_plan.num_host_pages, self._programs)
             self._pool = self._swapper.warm_up(self._pool)
         for bucket in buckets:
-            outputs = self._run(bucket, *self._send_empty(bucket))
-            jax.block_until_ready(outputs)
+            handle = self._start(StepPlan(0), bucket, *self._send_empty(bucket))
+            self.sample(handle)
+            jax.block_until_ready(handle.outputs)
         request = Request("warm-up", (0,))
         self._place(self.scheduler_config.max_num_seqs, slot_row(request, [], -1, self._model_config.vocab_size))
 
@@ -201,27 +214,41 @@ class ModelRunner:
                 rows.append((placement.slot, row))
         return PreparedStep(plan, rows, self._builder.build(plan, request_of))
 
-    def dispatch(self, prepared: PreparedStep, make_masks: Callable[[], np.ndarray] | None = None) -> StepHandle:
-        """Sends the tables and starts the step; does not wait for it.
+    def dispatch(self, prepared: PreparedStep) -> StepHandle:
+        """Sends the tables and starts to compute the step's logits; does not wait for them.
 
-        Args:
-          prepared: the packed plan.
-          make_masks: gives uint32[N, ceil(V / 32)], see `sampler.sample`, for a plan with rows that one
-            binds. Called while the device computes their logits.
+        `sample` comes before the next call: a step feeds the tokens that the one before it sampled.
         """
-        if self._swapper and prepared.plan.swaps:
-            self._pool = self._swapper.run(self._pool, prepared.plan.swaps)
+        plan, tables = prepared.plan, prepared.tables
+        if self._swapper and plan.swaps:
+            self._pool = self._swapper.run(self._pool, plan.iteration, plan.swaps)
         for slot, row in prepared.slot_rows:
             self._place(slot, row)
-        tables = prepared.tables
         blobs = jax.device_put((tables.ints, tables.floats), self._replicated)
-        return StepHandle(prepared.plan, tables.bucket, self._run(tables.bucket, *blobs, make_masks))
+        return self._start(plan, tables.bucket, *blobs)
+
+    def sample(self, handle: StepHandle, masks: np.ndarray | None = None) -> None:
+        """Starts to sample a step's tokens; does not wait for them.
+
+        Args:
+          handle: of the step dispatched last.
+          masks: uint32[N, ceil(V / 32)], see `sampler.sample`, for a plan with rows that one binds.
+        """
+        assert handle.forwarded is not None, f"plan {handle.plan.iteration} is sampled twice"
+        (logits, sample_ints, prompt_scores), floats = handle.forwarded
+        _, sampler = self._programs.get(handle.bucket)
+        put = self._no_masks[handle.bucket.sample_rows] if masks is None else self._programs.put(masks)
+        self._state, tokens, scores = sampler(self._state, logits, sample_ints, floats, put)
+        tokens.copy_to_host_async()
+        handle.outputs, handle.forwarded = StepOutputs(tokens, scores, prompt_scores), None
+        self.newest = tokens
 
     def collect(self, handle: StepHandle) -> StepOutput:
         """Waits for a step's tokens: the one host sync of an iteration."""
+        assert handle.outputs is not None, f"plan {handle.plan.iteration} is collected before it is sampled"
         tokens = np.asarray(handle.outputs.tokens).tolist()
         if self._swapper and handle.plan.swaps:
-            self._swapper.settle()
+            self._swapper.settle(handle.plan.iteration)
         rows = handle.bucket.decode_rows
         result = StepResult(
             decode_tokens=tuple(tokens[: len(handle.plan.decode)]),
@@ -229,18 +256,11 @@ class ModelRunner:
         )
         return StepOutput(result, handle.bucket, handle.outputs)
 
-    def _run(
-        self, bucket: Bucket, ints: Any, floats: Any, make_masks: Callable[[], np.ndarray] | None = None
-    ) -> StepOutputs:
-        step, sampler = self._programs.get(bucket)
+    def _start(self, plan: StepPlan, bucket: Bucket, ints: jax.Array, floats: jax.Array) -> StepHandle:
+        step, _ = self._programs.get(bucket)
         self._pool, forwarded = step(self._params, self._pool, self._state.last_token, ints)
-        if make_masks is None:
-            masks = self._no_masks[bucket.sample_rows]
-        else:
-            masks = jax.device_put(make_masks(), self._replicated)
-        logits, sample_ints, prompt_scores = forwarded
-        self._state, tokens, scores = sampler(self._state, logits, sample_ints, floats, masks)
-        return StepOutputs(tokens, scores, prompt_scores)
+        self.newest = forwarded.logits
+        return StepHandle(plan, bucket, (forwarded, floats))
 
     def _send_empty(self, bucket: Bucket) -> Any:
         tables = self._builder.empty(bucket)
@@ -277,7 +297,9 @@ class ModelRunner:
             allowed_bytes=allowed,
             weights_bytes=weights,
             # A block of pages on its way out and one on its way in may lie beside the step.
-            workspace_bytes=self._programs.workspace_bytes(self.buckets.all()[-1], config.num_pages or guess)
+            workspace_bytes=self._programs.workspace_bytes(
+                self.buckets.all()[-1], config.num_pages or guess, shape.max_steps_ahead
+            )
             + 2 * SWAP_BLOCK * page_bytes * config.swaps,
             state_bytes=sum(_bytes_on_a_device(x.shape, x.dtype, self._replicated) for x in state),
             page_bytes=page_bytes,

@@ -43,21 +43,23 @@ class RowLander(Lifecycle, RowPlanner):
         if not dropped:
             return TokenEvents(request_ids, tokens, range(len(tokens)), ends)
         rows = [row for row in range(len(tokens)) if row not in dropped]
-        return TokenEvents([request_ids[row] for row in rows], [tokens[row] for row in rows], rows, ends)
+        events = TokenEvents([request_ids[row] for row in rows], [tokens[row] for row in rows], rows, ends)
+        events.num_wasted = len(dropped)
+        return events
 
-    def _land_prefill(self, flight: Flight, tokens: Items[int], now: float) -> list[TokenEvent]:
-        """Chunks came back, each with a token that counts if the chunk emits. Gives their events."""
-        events = []
+    def _land_prefill(self, flight: Flight, tokens: Items[int], now: float, events: TokenEvents) -> None:
+        """Chunks came back, each with a token that counts if the chunk emits. Adds their events."""
         rows = zip(flight.plan.prefill, flight.prefill, tokens, strict=True)
         for row, (chunk, sequence, sampled) in enumerate(rows):
             token = sampled if chunk.emits else None
             sequence.num_in_flight -= 1
-            if token is not None and sequence.finish_reason is None:
+            if sequence.finish_reason is not None:
+                events.num_wasted += 1
+            elif token is not None:
                 sequence.output_token_ids.append(token)
             event = self._settle(sequence, token, "prefill", row, now)
             if event is not None:
-                events.append(event)
-        return events
+                events.prefill.append(event)
 
     def _settle(self, sequence: Sequence, token: int | None, source: str, row: int, now: float) -> TokenEvent | None:
         """Ends a sequence that a row has brought to its end, and gives back the pages of one that lost them.

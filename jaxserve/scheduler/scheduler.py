@@ -178,7 +178,8 @@ class Scheduler(RowLander):
         if self.config.enable_prefix_caching:
             self._remember_written(flight)
         events = self._land_decode(flight, result.decode_tokens, now)
-        events.prefill = self._land_prefill(flight, result.prefill_tokens, now)
+        self._land_prefill(flight, result.prefill_tokens, now, events)
+        self.counters.wasted_rows += events.num_wasted
         if self._trace:
             self._trace.iteration(flight, bucket)
         return events

@@ -24,6 +24,7 @@ class TokenEvents(Items[TokenEvent]):
       rows: likewise, indices into the plan's decode rows.
       ends: events of those that ended their requests, by row, ascending.
       prefill: events of chunks.
+      num_wasted: rows and chunks whose requests had ended.
     """
 
     request_ids: Items[str] = ()
@@ -31,6 +32,7 @@ class TokenEvents(Items[TokenEvent]):
     rows: Items[int] = ()
     ends: dict[int, TokenEvent] = field(default_factory=dict)
     prefill: list[TokenEvent] = field(default_factory=list)
+    num_wasted: int = 0
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.prefill)

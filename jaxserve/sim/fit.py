@@ -1,7 +1,8 @@
 """`tools/fit_cost_model TRACE --output=F`: the linear cost model that a real engine's trace shows.
 
-An iteration's duration is the time from its plan to the next, where work was left after it: otherwise the
-engine may have been idle in between.
+An iteration's duration is the time from its begin to the next one's, where work was left after it: otherwise the
+engine may have been idle in between. It begins when it is planned or, if the one ahead of it is still running, when
+that has come back.
 
 The fit has two steps. The first minimises the sum of absolute residuals with coefficients of at least 0: each
 iteration counts the same, and a few slow ones move nothing. What it predicts is a median, and durations are skewed:
@@ -14,6 +15,7 @@ predictions add up to what was measured, over the iterations that are not slow: 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -158,6 +160,7 @@ def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
     prompts: dict[str, int] = {}
     written: dict[str, int] = {}  # tokens with K/V, per id
     previous: dict[str, Any] | None = None
+    began_at = updated_at = -math.inf
     preemption = TraceReader(path).header.config.preemption
     for record in read_trace(path):
         for event in record.get("events", ()):
@@ -166,9 +169,11 @@ def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
                 written[event["id"]] = 0
         if record.get("kind") is not None:
             continue
+        last_began_at, began_at = began_at, max(record["now"], updated_at)
+        updated_at = record["updated_at"]
         if previous is not None:
-            if previous["active"] or previous["queue"]:
-                durations.append(record["now"] - previous["now"])
+            if previous["active"] or previous["queue"] or previous["in_flight"]:
+                durations.append(began_at - last_began_at)
             else:
                 rows.pop()
         for request_id in record["preempted"]:

@@ -1,0 +1,245 @@
+"""Iterations: the engine's loop body, with as many steps in flight as the scheduler may plan ahead.
+
+Without overlap (`max_steps_ahead` 0) one call of `step` is one iteration:
+
+    plan n ─▶ tables ─▶ dispatch n ─▶ masks, sample n ─▶ collect n ─▶ update n ─▶ deliver n
+
+With overlap (1) a call dispatches an iteration and takes in the one before it, so that the device has its next
+step before the host has the last one's tokens:
+
+    host     │ plan n+1, tables, dispatch n+1 │ collect n │ masks, sample n+1 │ update n, deliver n │ plan n+2 ...
+    device   │ ... step n ───────────────────────────────▶│ logits n+1 ───▶ tokens n+1 ────────────▶│ ...
+
+A row's input is the slot's last token, which is on the device; its position is known without it. Where no row of
+n+1 is bound by a grammar or a word of several tokens, n+1 is sampled as soon as it is dispatched. Where one is, its
+mask needs token n on the host: the logits of n+1 are computed meanwhile.
+
+What the scheduler learns late, an end by a token or a stop string, costs a row: that of the ended request in the
+plan in flight (`EngineStats.wasted_rows`). Its token is dropped at the update, by the sequence it was planned for,
+whoever has its slot or its id by then.
+
+When a plan is empty the oldest step in flight is taken in at once: no token waits for a next plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxserve.core import Request
+from jaxserve.engine.delivery import Delivery
+from jaxserve.engine.grammar_state import GrammarStates, Rows
+from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.engine.monitor import EngineMonitor
+from jaxserve.engine.output_processor import RequestState
+from jaxserve.engine.stats import EngineStats
+from jaxserve.runtime import ModelRunner, StepHandle, StepOutput
+from jaxserve.scheduler import Scheduler, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A dispatched step.
+
+    `bound` are its rows that sample under a mask, `scored` the requests of its chunks, which may have ended, and
+    their ids been taken by others, when it comes back.
+    """
+
+    plan: StepPlan
+    planned_at: float
+    handle: StepHandle
+    bound: Rows
+    scored: list[RequestState | None]
+
+
+class Iterations:
+    """Plans, dispatches and takes in steps; called by the one thread that steps the engine.
+
+    Args:
+      scheduler, runner, grammars, delivery, metrics, monitor: of the engine.
+      cached: whether prompts are looked up in the prefix cache.
+      lock: of the engine; held while host state changes, never while the device works.
+      clock: the engine's.
+      on_change: told, under the lock, that queue, slots or pages may have changed.
+
+    Attributes:
+      stats: sums over the steps taken in.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        grammars: GrammarStates,
+        delivery: Delivery,
+        metrics: EngineMetrics,
+        monitor: EngineMonitor,
+        *,
+        cached: bool,
+        lock: threading.RLock,
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._grammars = grammars
+        self._delivery = delivery
+        self._metrics = metrics
+        self._monitor = monitor
+        self._cached = cached
+        self._lock = lock
+        self._clock = clock
+        self._on_change = on_change
+        self._max_ahead = scheduler.config.max_steps_ahead
+        assert self._max_ahead <= 1, f"max_steps_ahead is {self._max_ahead}; the engine runs at most 1 step ahead"
+        self._flights: deque[_Flight] = deque()
+        self.stats = EngineStats()
+        self._lap_began = 0.0
+        self._busy_with = runner.newest
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps dispatched and not yet taken in."""
+        return len(self._flights)
+
+    def step(self) -> bool:
+        """Dispatches the next step, if there is one, and takes in the oldest that there is then one too many of.
+
+        Returns:
+          Whether a step was dispatched or taken in.
+        """
+        self._begin_lap()
+        try:
+            flight = self._dispatch()
+        except Exception:
+            # What the device has done already is not to be lost with what could not be started.
+            with contextlib.suppress(Exception):
+                self.land()
+            raise
+        if flight is None:
+            if not self._flights:
+                return False
+            self._end_lap()
+        num_kept = len(self._flights) - 1 if flight is None else self._max_ahead
+        while len(self._flights) > num_kept:
+            self._take_in()
+        return True
+
+    def land(self) -> None:
+        """Takes in every step in flight."""
+        self._begin_lap()
+        while self._flights:
+            self._take_in()
+
+    def _dispatch(self) -> _Flight | None:
+        """Plans a step and starts it; None for an empty plan."""
+        with self._lock:
+            now = self._clock()
+            plan = self._scheduler.schedule(now)
+            self._delivery.take_early_ends(now)
+            if plan.empty:
+                self._on_change()
+                return None
+            self._mark_scheduled(plan, now)
+            if plan.preempted or plan.swaps:
+                self._count_preemptions(plan)
+            prepared = self._runner.prepare(plan, self._request_of, self._outputs_of)
+            bound = self._grammars.rows(plan, prepared.tables.bucket)
+            scored = [self._delivery.states.get(chunk.request_id) for chunk in plan.prefill]
+        self._end_lap()
+        flight = _Flight(plan, now, self._runner.dispatch(prepared), bound, scored)
+        self._flights.append(flight)
+        self._end_lap()
+        if not bound or len(self._flights) == 1:
+            self._sample(flight)
+        return flight
+
+    def _sample(self, flight: _Flight) -> None:
+        """Starts a step's sampler, unless it runs; every earlier token of its bound rows is on the host."""
+        if flight.handle.outputs is not None:
+            return
+        masks = self._grammars.masks(flight.bound, flight.handle.bucket) if flight.bound else None
+        self._runner.sample(flight.handle, masks)
+        self._end_lap()
+
+    def _take_in(self) -> None:
+        """Waits for the oldest step; its tokens go to the scheduler and the requests."""
+        flight = self._flights[0]
+        plan, bucket = flight.plan, flight.handle.bucket
+        output = self._collect(flight)
+        self._flights.popleft()
+        if flight.bound:
+            self._grammars.accept(flight.bound, output.result, bucket)
+        if self._flights:
+            self._sample(self._flights[0])
+        with self._lock:
+            now = self._clock()
+            self._take_prompt_scores(flight, output)
+            events = self._scheduler.update(plan, output.result, now, bucket=bucket.name)
+            self._delivery.take_step(events, output, now)
+            self.stats.count(plan, bucket, events.num_tokens, events.num_wasted)
+            self._metrics.iteration(plan.num_tokens, events.num_wasted)
+            self._monitor.iteration(plan, bucket.name, flight.planned_at, now)
+            self._on_change()
+        self._end_lap()
+
+    def _collect(self, flight: _Flight) -> StepOutput:
+        began = time.perf_counter()
+        output = self._runner.collect(flight.handle)
+        self._begin_lap()
+        self.stats.device_s += self._lap_began - began
+        return output
+
+    # Host time
+
+    def _begin_lap(self) -> None:
+        self._lap_began = time.perf_counter()
+        self._busy_with = self._runner.newest
+
+    def _end_lap(self) -> None:
+        """Counts the host's work since the lap began; the next one begins.
+
+        It was hidden if what the device had been given before is still not done: that is the least that was
+        hidden, as a lap counts whole or not at all.
+        """
+        began, given = self._lap_began, self._busy_with
+        self._begin_lap()
+        self.stats.host_s += self._lap_began - began
+        if given is not None and not given.is_ready():
+            self.stats.hidden_s += self._lap_began - began
+
+    # What a plan means for requests and metrics
+
+    def _request_of(self, request_id: str) -> Request:
+        return self._scheduler.sequence(request_id).request
+
+    def _outputs_of(self, request_id: str) -> list[int]:
+        return self._scheduler.sequence(request_id).output_token_ids
+
+    def _mark_scheduled(self, plan: StepPlan, now: float) -> None:
+        for placement in plan.placements:
+            state = self._delivery.states[placement.request_id]
+            if state.metrics.first_scheduled_at is None:
+                state.metrics.first_scheduled_at = now
+                state.num_cached_tokens = placement.num_cached_tokens
+                if self._cached:
+                    self._metrics.looked_up(state.request.num_prompt_tokens, placement.num_cached_tokens)
+                    self.stats.cache_queries += state.request.num_prompt_tokens
+                    self.stats.cache_hits += placement.num_cached_tokens
+                self._metrics.queue_time(now - state.metrics.arrived_at)
+
+    def _count_preemptions(self, plan: StepPlan) -> None:
+        counters, page_bytes = self._scheduler.counters, self._runner.page_bytes
+        swapped = {name: pages * page_bytes for name, pages in counters.swapped_pages_of.items()}
+        self._metrics.preempted(len(plan.preempted), counters.recomputed_tokens_of, swapped)
+
+    def _take_prompt_scores(self, flight: _Flight, output: StepOutput) -> None:
+        first = 0
+        for chunk, state in zip(flight.plan.prefill, flight.scored, strict=True):
+            if state is not None and self._delivery.states.get(chunk.request_id) is state:
+                state.take_prompt_scores(chunk, first, output)
+            first += len(chunk.token_ids)
