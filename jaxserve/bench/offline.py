@@ -24,10 +24,10 @@ COLUMNS = (
     Column("output_tokens_per_s", "output tokens/s", ".1f"),
     Column("slot_utilisation", "slot utilisation", ".1%"),
     Column("padding_ratio", "padding", ".1%"),
-    Column("wasted_rows", "wasted rows", ".0f"),
-    Column("host_ms_per_iteration", "host ms/iteration", ".2f"),
+    Column("wasted_rows", "wasted", ".0f"),
+    Column("host_ms_per_iteration", "host ms/step", ".2f"),
     Column("hidden_share", "hidden", ".0%"),
-    Column("device_ms_per_iteration", "device ms/iteration", ".1f"),
+    Column("device_ms_per_iteration", "device ms/step", ".1f"),
 )
 
 

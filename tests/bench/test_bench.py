@@ -12,7 +12,15 @@ from jaxserve.engine.stats import EngineStats
 
 def test_figures_of_a_run_worked_by_hand():
     stats = EngineStats(
-        iterations=4, slot_steps=12, tokens=30, padded_tokens=40, output_tokens=10, host_s=0.02, device_s=0.2
+        iterations=4,
+        slot_steps=12,
+        wasted_rows=2,
+        tokens=30,
+        padded_tokens=40,
+        output_tokens=10,
+        host_s=0.02,
+        hidden_s=0.015,
+        device_s=0.2,
     )
     assert figures(stats, 2.0, slots=4) == pytest.approx(
         {
@@ -21,6 +29,8 @@ def test_figures_of_a_run_worked_by_hand():
             "output_tokens_per_s": 5.0,
             "slot_utilisation": 0.75,
             "padding_ratio": 0.25,
+            "wasted_rows": 2,
+            "hidden_share": 0.75,
             "host_ms_per_iteration": 5.0,
             "device_ms_per_iteration": 50.0,
         }
@@ -57,7 +67,8 @@ def test_offline_measures_and_writes_json(tiny_model_dir, tmp_path, capsys):
     assert document["machine"]["platform"] == "cpu"
     assert (result["slots"], result["requests"], result["dtype"]) == (2, 6, "float32")
     assert 24 <= result["output_tokens"] <= 48
-    assert 0.5 < result["slot_utilisation"] <= 1
+    assert 0.5 < result["slot_utilisation"] <= 1 and 0 <= result["hidden_share"] <= 1
+    assert result["wasted_rows"] == 0, "outputs that end by length waste none"
     assert 0 <= result["padding_ratio"] < 1
     assert result["output_tokens_per_s"] > 0 and result["host_ms_per_iteration"] > 0
     assert "output tokens/s" in " ".join(capsys.readouterr().out.split())

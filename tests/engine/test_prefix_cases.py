@@ -88,8 +88,12 @@ def test_salts_separate_and_change_no_output(llm):
     assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
 
 
-def test_an_aborted_prefill_leaves_only_whole_pages(make_llm):
-    """PFX-6: a prompt of eight chunks, aborted after each of the first seven, then sent again."""
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_an_aborted_prefill_leaves_only_whole_pages(make_llm, in_flight):
+    """PFX-6: a prompt of eight chunks, aborted after each of the first seven, then sent again.
+
+    With the last of these chunks in flight it is as if there had been one less.
+    """
     llm = make_llm(prefill_chunk=12, num_pages=80)
     engine = llm.engine
     (prompt,) = random_prompts((92,), seed=12)
@@ -102,10 +106,13 @@ def test_an_aborted_prefill_leaves_only_whole_pages(make_llm):
         engine.add(request, 0, lambda delta: None)
         for _ in range(chunks):
             engine.step()
+        if not in_flight:
+            engine.land()
         assert engine.abort("gone")
+        engine.land()
         assert_idle_clean(llm)
         again = llm.generate([prompt], asked, use_tqdm=False)[0]
-        assert again.num_cached_tokens == min(chunks * 12, 91) // PAGE * PAGE
+        assert again.num_cached_tokens == min((chunks - in_flight) * 12, 91) // PAGE * PAGE
         assert ids([again]) == ids([want])
         assert logprobs_of(again) == pytest.approx(logprobs_of(want), abs=1e-4)
 
