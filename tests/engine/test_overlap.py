@@ -8,7 +8,8 @@ from jaxserve import SamplingParams
 from jaxserve.core import CompletionOutput, StructuredOutputs, Submission, Terms
 from jaxserve.engine.stream import append_delta
 from jaxserve.runtime import COMPILES
-from tests.engine.conftest import assert_idle_clean, random_prompts
+from tests.engine.conftest import assert_idle_clean, greedy, ids, random_prompts
+from tests.engine.test_trace_replay import replayed
 
 SCARCE = {"page_size": 4, "num_pages": 40, "reservation": "optimistic"}  # one to three requests' worth
 MODES = {
@@ -142,12 +143,71 @@ def test_random_lives_get_what_they_get_alone(make_llm, submissions, alone, mode
     engine.reset_prefix_cache()
     engine.runner.fill_pool(float("nan"))
     compiles, preemptions, wasted = COMPILES.count, engine.scheduler.counters.preemptions, engine.stats.wasted_rows
+    num_aborted = 0
     for seed in range(NUM_LIVES):
         lives = Lives(engine, submissions, seed)
         lives.run()
         assert_as_alone(lives, alone)
-        assert lives.aborted, "nothing was aborted: the test shows less"
+        num_aborted += len(lives.aborted)
+    assert num_aborted, "nothing was aborted: the test shows less"
     assert engine.scheduler.counters.preemptions > preemptions, "nothing was preempted: the test shows less"
     assert (engine.stats.wasted_rows > wasted) == overlap
     assert COMPILES.count == compiles
+    assert_idle_clean(llm)
+
+
+def test_a_run_with_steps_in_flight_replays_to_the_byte(make_llm, submissions, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    engine = make_llm(**MODES["recompute"], trace_file=str(path)).engine
+    lives = Lives(engine, submissions, 0)
+    lives.run()
+    engine.close()
+    records = replayed(path)
+    assert any(record.in_flight for record in records)
+    assert engine.scheduler.counters.preemptions and lives.aborted
+
+
+def test_an_interrupted_run_leaves_an_engine_that_goes_on(make_llm):
+    llm = make_llm()
+    prompts = random_prompts((9, 40, 17))
+    want = ids(llm.generate(prompts, greedy(12), use_tqdm=False))
+    deltas = []
+
+    def interrupt(delta):
+        deltas.append(delta)
+        if len(deltas) == 3:
+            raise KeyboardInterrupt
+
+    for request in llm.engine.make_requests(Submission(prompts[0], greedy(12), "a"), 0.0):
+        llm.engine.add(request, 0, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy(12), use_tqdm=False)
+    assert llm.engine.has_work, "no step was in flight: the test shows nothing"
+    assert ids(llm.generate(prompts, greedy(12), use_tqdm=False)) == want
+    assert_idle_clean(llm)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_scores_of_a_chunk_in_flight_go_to_no_later_request_of_the_same_id(make_llm, steps):
+    """A prompt of three chunks is aborted with one in flight; another prompt takes its id, slot and pages."""
+    llm = make_llm(prefill_chunk=16, max_num_seqs=1, enable_prefix_caching=False)
+    engine = llm.engine
+    params = greedy(2, prompt_logprobs=0)
+    first, second = random_prompts((48, 45), seed=9)
+    want = llm.generate([second], params, use_tqdm=False)[0].prompt_logprobs
+    found = []
+
+    def add(prompt, sink):
+        for request in engine.make_requests(Submission(prompt, params, "same"), 0.0):
+            engine.add(request, 0, sink)
+
+    add(first, lambda delta: None)
+    for _ in range(steps):
+        engine.step()
+    assert engine.abort("same")
+    add(second, lambda delta: found.append(delta.prompt_logprobs) if delta.prompt_logprobs else None)
+    while engine.has_work:
+        engine.step()
+    (scores,) = found
+    assert_same_scores(scores, want)
     assert_idle_clean(llm)

@@ -112,10 +112,14 @@ def test_a_servers_run_with_aborts_deadlines_refusals_and_preemption_replays(ser
             for stream in streams[1:]:
                 async for _ in stream:
                     pass
+        await anext(aiter(submit("endless", 9, 100)))
 
     asyncio.run(drive())
     engine.shutdown()
     records = replayed(path)
+    assert TraceReader(path).header.config.max_steps_ahead == 1
+    assert any(record.in_flight for record in records)
+    assert records[-1].in_flight == (), "the step that ran when the engine was shut down is missing"
     assert any(record.preempted for record in records if isinstance(record, IterationRecord))
     assert "queue_full_requests" in {event.outcome for event in events_of(records, AddEvent)}
     assert [event.request_id for event in events_of(records, AbortEvent)] == ["low0"]
