@@ -12,7 +12,8 @@
 | offered_requests_per_s | requests over the span of arrivals; over duration_s where all came at once |
 | goodput_requests_per_s | requests that met their objectives over duration_s |
 | slo_share | requests that met their objectives over all offered |
-| slot_utilisation | slots with work over all slots, mean over iterations |
+| slot_utilisation | slots with work for live requests over all slots, mean over iterations |
+| wasted_rows | rows of requests that had ended when their iteration was over |
 | budget_utilisation | tokens computed over the token budget, mean over iterations |
 | busy_share | seconds in which the device ran over duration_s |
 
@@ -92,7 +93,8 @@ def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
         **overall,
         "iterations": totals.iterations,
         "mean_iteration_s": totals.busy_s / iterations,
-        "slot_utilisation": totals.slot_steps / (iterations * config.max_num_seqs),
+        "slot_utilisation": (totals.slot_steps - totals.wasted_rows) / (iterations * config.max_num_seqs),
+        "wasted_rows": totals.wasted_rows,
         "budget_utilisation": totals.tokens / (iterations * config.max_num_batched_tokens),
         "busy_share": _ratio(totals.busy_s, duration_s),
         "recomputed_tokens": sum(totals.recomputed_tokens.values()),

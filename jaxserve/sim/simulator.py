@@ -46,7 +46,8 @@ class Totals:
     """Sums over the iterations.
 
     Attributes:
-      slot_steps: slots with work, summed over iterations.
+      slot_steps: slots with work, summed over iterations; wasted_rows: of these, of requests that had ended when the
+        iteration was over.
       tokens: computed, prefill and decode.
       recomputed_tokens: whose K/V a preemption dropped; swapped_pages: copied to the host or back; both by
         service class.
@@ -57,6 +58,7 @@ class Totals:
 
     iterations: int = 0
     slot_steps: int = 0
+    wasted_rows: int = 0
     tokens: int = 0
     recomputed_tokens: dict[str, int] = field(default_factory=dict)
     swapped_pages: dict[str, int] = field(default_factory=dict)
@@ -126,6 +128,7 @@ class Simulator:
         totals.recomputed_tokens = dict(self.scheduler.counters.recomputed_tokens_of)
         totals.swapped_pages = dict(self.scheduler.counters.swapped_pages_of)
         totals.cached_tokens = self.scheduler.counters.cached_tokens
+        totals.wasted_rows = self.scheduler.counters.wasted_rows
         for live in self._live.values():
             self._result.log.close(live)
         return self._result

@@ -40,6 +40,15 @@ def test_workspace_does_not_grow_with_the_pool(runner, bucket):
         _check_in_place(f"the step of bucket {bucket.name}", small, programs._kv.abstract(900))
 
 
+def test_a_step_ahead_adds_what_it_leaves_to_the_workspace(runner):
+    bucket = Bucket(2, 8, 8, 4)
+    alone, ahead, further = (runner._programs.workspace_bytes(bucket, 9, steps) for steps in (0, 1, 2))
+    logits_bytes = 10 * 264 * 4
+    assert further - ahead == ahead - alone >= logits_bytes
+    # With logits and token scores of ten rows and the scores of eight prompt tokens: no copy of pool or slot state.
+    assert ahead - alone < 3 * logits_bytes
+
+
 def test_a_missing_bucket_is_a_hard_error(runner):
     with pytest.raises(MissingBucketError, match="d1p0w4 was not compiled"):
         runner._programs.get(Bucket(1, 0, 0, 4))

@@ -166,8 +166,9 @@ def assert_recovered(cost, rel, swaps=False):
         assert getattr(cost, name) == pytest.approx(getattr(COST, name), rel=rel), name
 
 
-def test_the_fit_recovers_the_coefficients_behind_a_trace(tmp_path):
-    samples, durations = fit.trace_samples(write_trace(tmp_path / "trace.jsonl"))
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_fit_recovers_the_coefficients_behind_a_trace(tmp_path, ahead):
+    samples, durations = fit.trace_samples(write_trace(tmp_path / "trace.jsonl", max_steps_ahead=ahead))
     assert len(durations) > 500
     found = fit.fit(samples, durations)
     assert_recovered(found.cost, 1e-4)

@@ -93,6 +93,7 @@ def test_a_request_that_declared_more_ends_by_its_stop_id(ahead):
     assert result.log.num_output.tolist() == [3]
     assert result.log.outcome_of(0) == "completed"
     assert result.log.ended_at.tolist() == [3.0]
+    assert result.totals.wasted_rows == ahead, "a row in each plan made before its stop id came"
 
 
 def test_refusals_and_expiries_have_their_reason():
