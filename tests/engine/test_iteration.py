@@ -1,8 +1,10 @@
 """The loop body on a device that answers when it is told to: order of calls, host time, faults, wasted rows."""
 
+import math
+import threading
+from itertools import pairwise
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from jaxserve import SamplingParams
@@ -88,7 +90,7 @@ class Loop:
             self.metrics,
             self.monitor,
             cached=False,
-            lock=iteration.threading.RLock(),
+            lock=threading.RLock(),
             clock=self._clock,
             on_change=self.scheduler.check_invariants,
         )
@@ -99,7 +101,12 @@ class Loop:
 
     def add(self, name, max_tokens=9, **fields):
         request = Request(
-            name, (1, 2, 3), SamplingParams(max_tokens=max_tokens), eos_token_ids=(END,), max_tokens=max_tokens, **fields
+            name,
+            (1, 2, 3),
+            SamplingParams(max_tokens=max_tokens),
+            eos_token_ids=(END,),
+            max_tokens=max_tokens,
+            **fields,
         )
         taken = self.outputs.setdefault(name, [])
         assert self.scheduler.add(request, self._clock()) is None
@@ -219,9 +226,9 @@ def test_spans_of_iterations_do_not_overlap_though_plans_do():
     loop = Loop(1, 2, 3, 4)
     loop.add("a", max_tokens=4)
     loop.run()
-    spans = [(view.began_at, view.ended_at) for view in loop.monitor.recording(100, -np.inf).iterations]
+    spans = [(view.began_at, view.ended_at) for view in loop.monitor.recording(100, -math.inf).iterations]
     assert len(spans) == 4 and all(began < ended for began, ended in spans)
-    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
 @pytest.fixture
