@@ -8,7 +8,10 @@ from importlib import import_module
 
 from jaxserve.config.flags import exit_with, parse_flags
 
-MEASUREMENTS = ("offline", "decode_ratio", "startup", "scheduler", "simulation", "preemption", "structured", "sse")
+MEASUREMENTS = (
+    *("offline", "serve", "compare", "compare_modes", "machine", "decode_ratio", "startup", "scheduler", "simulation"),
+    *("preemption", "structured", "sse"),
+)
 
 
 def main(argv: Sequence[str]) -> None:
