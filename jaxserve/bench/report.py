@@ -14,6 +14,10 @@ from rich.table import Table
 from jaxserve.bench.host import device_name, machine
 
 
+class MeasurementError(Exception):
+    """What was to be measured did not do its part, as a server that does not start."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of the table.
@@ -48,17 +52,22 @@ def report(
       output: file, or None.
       more: members of the document beside the results.
     """
-    table = Table(title=f"{what} ({device_name()})")
+    print_table(what, results, columns)
+    if output:
+        document = {"what": what, "machine": machine(), "settings": settings, **(more or {})}
+        document["results"] = list(results)
+        Path(output).write_text(json.dumps(document, indent=2) + "\n")
+
+
+def print_table(title: str, results: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> None:
+    """Prints one row per result; the device stands in the title."""
+    table = Table(title=f"{title} ({device_name()})")
     for column in columns:
         table.add_column(column.heading, justify="right")
     for result in results:
         table.add_row(*(_shown(result, column) for column in columns))
     # Wide enough for every column also where there is no terminal to ask.
     Console(width=max(Console().width, 120)).print(table)
-    if output:
-        document = {"what": what, "machine": machine(), "settings": settings, **(more or {})}
-        document["results"] = list(results)
-        Path(output).write_text(json.dumps(document, indent=2) + "\n")
 
 
 def _shown(result: Mapping[str, Any], column: Column) -> str:

@@ -15,7 +15,7 @@ from jaxserve.bench.load.figures import medians
 from jaxserve.bench.load.record import Record
 from jaxserve.bench.load.requests import W3_FACTORS, Load, read_load
 from jaxserve.bench.load.target import Target, check_url, open_target
-from jaxserve.bench.report import Column, report
+from jaxserve.bench.report import Column, MeasurementError, report
 from jaxserve.sim.plots import require_matplotlib
 
 COLUMNS = (
@@ -82,7 +82,7 @@ def measure(target: Target, load: Load, flags: FlagValues) -> tuple[list[dict[st
         number += 1
         capacity = found["requests_per_s"]
         if not capacity:
-            raise ValueError("no request completed in the run that measures the capacity")
+            raise MeasurementError("no request completed in the run that measures the capacity")
         results.append({"rate": None, "factor": None} | found | {"runs": [found]})
         records.append(sent)
     rates = flags.rates or ([factor * capacity for factor in factors] if factors else [None])

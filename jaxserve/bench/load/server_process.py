@@ -14,6 +14,8 @@ import urllib.request
 from types import TracebackType
 from typing import Any
 
+from jaxserve.bench.report import MeasurementError
+
 PORT = "{port}"
 
 
@@ -31,7 +33,7 @@ class ServerProcess:
 
     Raises:
       ValueError: the command has no `{port}`, or is not found.
-      RuntimeError: it ended or was not ready in time; what it wrote is on stderr.
+      MeasurementError: it ended or was not ready in time; what it wrote is on stderr.
     """
 
     def __init__(self, command: str, *, api_key: str | None, start_timeout_s: float) -> None:
@@ -51,7 +53,7 @@ class ServerProcess:
     def __enter__(self) -> ServerProcess:
         try:
             # Its output goes to stderr: a table on stdout stays a table.
-            self._process = subprocess.Popen(self._words, stdout=sys.stderr.fileno(), stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(self._words, stdout=2, stdin=subprocess.DEVNULL)
         except OSError as error:
             raise ValueError(f"{self._words[0]} cannot be started: {error.strerror}") from None
         try:
@@ -71,11 +73,11 @@ class ServerProcess:
         while time.monotonic() < deadline:
             status = self._process.poll()
             if status is not None:
-                raise RuntimeError(f"the server ended with {status} before it was ready: {shlex.join(self._words)}")
+                raise MeasurementError(f"the server ended with {status} before it was ready: {shlex.join(self._words)}")
             if _ready(self.url, self._api_key):
                 return
             time.sleep(0.2)
-        raise RuntimeError(
+        raise MeasurementError(
             f"the server was not ready within {self._start_timeout_s:g} s (start_timeout_s): {shlex.join(self._words)}"
         )
 

@@ -16,6 +16,7 @@ from jaxserve.bench.load.figures import Objectives, figures
 from jaxserve.bench.load.record import FAILED, Record
 from jaxserve.bench.load.requests import Load
 from jaxserve.bench.load.server_process import ServerProcess, served_model
+from jaxserve.bench.report import MeasurementError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +37,13 @@ class Target:
         """Figures and records of one run; `client_us_per_token` is the client's processor time.
 
         Raises:
-          RuntimeError: nothing but failures came back; it names one.
+          MeasurementError: nothing but failures came back; it names one.
         """
         began = time.process_time()
         records = asyncio.run(self.client.run(items))
         client_s = time.process_time() - began
         if all(record.outcome == FAILED for record in records):
-            raise RuntimeError(f"every request to {self.url} failed, the first with: {records[0].error}")
+            raise MeasurementError(f"every request to {self.url} failed, the first with: {records[0].error}")
         found = figures(records, self.objectives)
         return found | {"client_us_per_token": 1e6 * client_s / max(found["output_tokens"], 1)}, records
 
@@ -58,7 +59,7 @@ def open_target(flags: FlagValues, url: str | None, command: str | None) -> Iter
 
     Raises:
       ValueError: the URL or the command cannot be used.
-      RuntimeError: the server does not start.
+      MeasurementError: the server does not start.
     """
     if url is None:
         assert command is not None
