@@ -15,7 +15,7 @@ from typing import Any
 from absl.flags import FlagValues
 
 from jaxserve.bench.load.figures import medians
-from jaxserve.bench.load.requests import Load, read_load
+from jaxserve.bench.load.requests import read_load
 from jaxserve.bench.load.target import Target, check_url, open_target
 from jaxserve.bench.report import Column, report
 from jaxserve.bench.serve import SETTINGS

@@ -63,7 +63,9 @@ def run(flags: FlagValues) -> None:
         for error, count in result["errors"].items():
             print(f"{count} failed: {error}")
         if result["short_outputs"]:
-            print(f"{result['short_outputs']:g} outputs were shorter than asked for: is ignore_eos known to the server?")
+            print(
+                f"{result['short_outputs']:g} outputs were shorter than asked for: is ignore_eos known to the server?"
+            )
     if flags.plots:
         from jaxserve.bench.load.plots import draw
 
@@ -73,7 +75,9 @@ def run(flags: FlagValues) -> None:
 def measure(target: Target, load: Load, flags: FlagValues) -> tuple[list[dict[str, Any]], list[list[Record]]]:
     """A result per setting, medians over its runs, with the runs' own figures; and the records of each setting."""
     number = 0
-    factors = flags.factors or (W3_FACTORS if flags.workload == "w3" and not flags.rates and load.kind else None)
+    factors = flags.factors
+    if flags.workload == "w3" and not (factors or flags.rates or load.kind == "batch"):
+        factors = W3_FACTORS
     capacity = flags.capacity
     results, records = [], []
     if factors and capacity is None:

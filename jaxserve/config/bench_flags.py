@@ -74,7 +74,12 @@ BENCH_FLAGS: tuple[Flag, ...] = (
     *flags_for(
         "bench",
         "Load (serve, compare, compare_modes)",
-        ("workload", _TEXT, None, "w1, w2, w3 (serve), or a file as simulate --workload reads; default: drawn requests"),
+        (
+            "workload",
+            _TEXT,
+            None,
+            "w1, w2, w3 (serve), or a file as simulate --workload reads; default: drawn requests",
+        ),
         ("num_requests", _COUNT, None, "requests of a run; default: the workload's, or 64"),
         (
             "prompt_lengths",

@@ -23,8 +23,8 @@ from absl import flags as absl_flags
 from absl import logging
 
 from jaxserve.config.engine_config import EngineConfig
-from jaxserve.config.flag_parsers import RepeatedParser
 from jaxserve.config.flag import Flag
+from jaxserve.config.flag_parsers import RepeatedParser
 from jaxserve.config.flag_table import FLAGS
 
 SUMMARIES = {

@@ -21,6 +21,7 @@ class Script:
       events: data of the stream's events, `[DONE]` included; None: a token each, then usage and `[DONE]`.
       piece: bytes written at once, to cut chunks and events anywhere; None: an event at once.
       newline: of the stream's lines.
+      keep_open: the connection stays open until the client closes it.
     """
 
     status: int = 200
@@ -31,6 +32,7 @@ class Script:
     events: list[str] | None = None
     piece: int | None = None
     newline: str = "\n"
+    keep_open: bool = False
 
 
 def token(text: str = "x", finish: str | None = None) -> str:
@@ -96,6 +98,8 @@ class ScriptedServer:
             script = self._script_of(len(self.bodies) - 1, body)
         try:
             await _write(writer, script, body.get("max_tokens", 0))
+            if script.keep_open:
+                await reader.read()
         except ConnectionError:
             pass  # the client has left, as it may
         finally:

@@ -71,10 +71,11 @@ def test_an_end_event_without_a_token_is_not_a_token():
     assert (record.outcome, len(record.token_at)) == (COMPLETED, 2)
 
 
+@pytest.mark.parametrize("keep_open", [False, True])
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_refusal_is_no_failure(status):
+def test_a_refusal_is_no_failure(status, keep_open):
     body = json.dumps({"error": {"message": "the queue is full"}})
-    record = outcome_of(Script(status, {"Retry-After": "7"}, body))
+    record = outcome_of(Script(status, {"Retry-After": "7"}, body, keep_open=keep_open))
     assert (record.outcome, record.status, record.retry_after_s) == (REFUSED, status, 7.0)
     assert record.error == f"{status}: the queue is full"
     assert 0 <= record.ended_at - record.due_at < SLACK_S

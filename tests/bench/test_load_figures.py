@@ -32,7 +32,9 @@ def test_every_figure_of_a_run():
     assert found["offered_requests_per_s"] == pytest.approx(4 / 6)  # five in six seconds
     assert found["ttft_ms"] == pytest.approx({"mean": 5500 / 3, "p50": 1000, "p90": 4000, "p99": 4000})
     assert found["itl_ms"] == pytest.approx({"mean": 5500 / 4, "p50": 1000, "p90": 3000, "p99": 3000})
-    assert found["tpot_ms"] == pytest.approx({"mean": (5000 / 3 + 500) / 2, "p50": 500, "p90": 5000 / 3, "p99": 5000 / 3})
+    assert found["tpot_ms"] == pytest.approx(
+        {"mean": (5000 / 3 + 500) / 2, "p50": 500, "p90": 5000 / 3, "p99": 5000 / 3}
+    )
     assert found["e2e_ms"] == pytest.approx({"mean": 11000 / 3, "p50": 4000, "p90": 6000, "p99": 6000})
     assert found["refusal_ms"]["p50"] == pytest.approx(500) and found["retry_after_s"] == 3.0
     assert found["late_ms"]["p99"] == pytest.approx(100)

@@ -70,7 +70,10 @@ def test_serve_counts_refusals_with_their_latencies(tmp_path, capsys):
 
 
 def test_a_server_that_only_fails_is_said(tmp_path, capsys):
-    with ScriptedServer(lambda number, body: Script(404, {}, "no such route")) as server, pytest.raises(SystemExit) as raised:
+    with (
+        ScriptedServer(lambda number, body: Script(404, {}, "no such route")) as server,
+        pytest.raises(SystemExit) as raised,
+    ):
         bench(tmp_path, "serve", f"--url={server.url}", "--served_model=m", *SMALL)
     assert raised.value.code == 1
     assert "every request to" in (said := capsys.readouterr().err) and "404: no such route" in said

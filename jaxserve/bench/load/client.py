@@ -96,6 +96,7 @@ class LoadClient:
         context = ssl.create_default_context() if self._tls else None
         connecting = loop.create_task(loop.create_connection(lambda: stream, self._host, self._port, ssl=context))
         connecting.add_done_callback(stream.connected)
+        stream.connecting = connecting  # the loop itself holds no task
 
     def _request(self, item: Item) -> bytes:
         body = json.dumps(self._fields | {"prompt": item.prompt, "max_tokens": item.max_tokens}).encode()
@@ -113,12 +114,14 @@ class _Stream(asyncio.Protocol):
         loop: asyncio.AbstractEventLoop,
         timeout_s: float,
     ) -> None:
+        self.connecting: asyncio.Task[Any] | None = None
         self._request, self._record, self._end = request, record, end
         self._clock = loop.time
         self._transport: asyncio.WriteTransport | None = None
         self._timer = loop.call_later(timeout_s, self._fail, f"no end within {timeout_s:g} s")
         self._reads_head, self._dechunk = True, _Dechunker()
         self._chunked = False
+        self._num_bytes: int | None = None
         self._rest = b""
         self._last_event = self._usage_event = b""
 
@@ -147,9 +150,15 @@ class _Stream(asyncio.Protocol):
             self._read_head(head.decode("latin-1"), now)
         if self._chunked:
             data = self._dechunk(data)
-        if self._record.status != 200:
+        if self._record.status == 200:
+            self._read_events(data, now)
+        else:
             self._rest += data
-            return
+        # Not every server closes the connection when it is asked to.
+        if self._dechunk.ended or (self._num_bytes is not None and len(self._rest) >= self._num_bytes):
+            self.connection_lost(None)
+
+    def _read_events(self, data: bytes, now: float) -> None:
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
@@ -171,6 +180,8 @@ class _Stream(asyncio.Protocol):
         self._record.status = int(first.split(" ", 2)[1])
         self._record.ended_at = now
         self._chunked = fields.get("transfer-encoding", "").lower() == "chunked"
+        if self._record.status != 200 and fields.get("content-length", "").isdigit():
+            self._num_bytes = int(fields["content-length"])
         retry_after = fields.get("retry-after", "")
         if retry_after.isdigit():
             self._record.retry_after_s = float(retry_after)
@@ -219,9 +230,14 @@ class _Stream(asyncio.Protocol):
 
 
 class _Dechunker:
-    """HTTP chunks in, their contents out; chunks may be cut anywhere."""
+    """HTTP chunks in, their contents out; chunks may be cut anywhere.
+
+    Attributes:
+      ended: the last chunk was there.
+    """
 
     def __init__(self) -> None:
+        self.ended = False
         self._rest = b""
 
     def __call__(self, data: bytes) -> bytes:
@@ -238,6 +254,7 @@ class _Dechunker:
             contents.append(data[line_end + 2 : end])
             at = end + 2
             if not size:
+                self.ended = True
                 break
         self._rest = data[at:]
         return b"".join(contents)

@@ -100,9 +100,7 @@ def summary(seconds: Iterable[float]) -> dict[str, float | None]:
     ranked = sorted(seconds)
     if not ranked:
         return dict.fromkeys(("mean", *QUANTILES))
-    named = {
-        name: 1e3 * ranked[max(-(-len(ranked) * percent // 100), 1) - 1] for name, percent in QUANTILES.items()
-    }
+    named = {name: 1e3 * ranked[max(-(-len(ranked) * percent // 100), 1) - 1] for name, percent in QUANTILES.items()}
     return {"mean": 1e3 * statistics.fmean(ranked), **named}
 
 

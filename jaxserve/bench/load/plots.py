@@ -10,9 +10,7 @@ from jaxserve.bench.load.record import COMPLETED, REFUSED, Record
 from jaxserve.sim.plots import new_figure, save_figure
 
 
-def draw(
-    results: Sequence[dict[str, Any]], records: Sequence[Sequence[Record]], folder: str, form: str
-) -> list[Path]:
+def draw(results: Sequence[dict[str, Any]], records: Sequence[Sequence[Record]], folder: str, form: str) -> list[Path]:
     """`latencies` and `arrivals`, and `rates` when there are several; the files written.
 
     Args:

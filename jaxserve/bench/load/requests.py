@@ -115,6 +115,8 @@ def read_load(flags: FlagValues) -> Load:
         raise ValueError("rates and factors are given; a factor sets the rate itself")
     if (kind == "ramp") != (flags.ramp_to is not None):
         raise ValueError("arrivals ramp and ramp_to go together: the rate grows from the one in rates to ramp_to")
+    if kind == "ramp" and flags.rates:
+        _check_ramp(max(flags.rates), flags.ramp_to)
     count = flags.num_requests or (len(items) if flags.workload else DRAWN_REQUESTS)
     if kind is None and count > len(items) and any(item.at for item in items):
         raise ValueError(
@@ -161,12 +163,16 @@ def ramp_instants(first_rate: float, last_rate: float, count: int, seed: int) ->
     Raises:
       ValueError: the rate would fall.
     """
-    if last_rate <= first_rate:
-        raise ValueError(f"ramp_to is {last_rate:g}; it must be above the first rate ({first_rate:g})")
+    _check_ramp(first_rate, last_rate)
     expected = np.cumsum(np.random.default_rng([seed, 0]).exponential(1.0, count))
     span_s = 2 * count / (first_rate + last_rate)
     slope = (last_rate - first_rate) / span_s
     return ((np.sqrt(first_rate**2 + 2 * slope * expected) - first_rate) / slope).tolist()  # type: ignore[no-any-return]
+
+
+def _check_ramp(first_rate: float, last_rate: float) -> None:
+    if last_rate <= first_rate:
+        raise ValueError(f"ramp_to is {last_rate:g}; it must be above the first rate ({first_rate:g})")
 
 
 def _drawn(flags: FlagValues) -> tuple[str, tuple[Item, ...]]:
