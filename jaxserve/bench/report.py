@@ -67,7 +67,7 @@ def print_table(title: str, results: Sequence[Mapping[str, Any]], columns: Seque
     for result in results:
         table.add_row(*(_shown(result, column) for column in columns))
     # Wide enough for every column also where there is no terminal to ask.
-    Console(width=max(Console().width, 120)).print(table)
+    Console(width=max(Console().width, 160)).print(table)
 
 
 def _shown(result: Mapping[str, Any], column: Column) -> str:
