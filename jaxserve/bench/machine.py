@@ -137,7 +137,7 @@ def measure_limits(dtypes: tuple[str, ...]) -> list[dict[str, Any]]:
     if device.platform == "cpu":
         cores = os.cpu_count() or 1
         threads = sorted({1, cores, 2 * cores})
-        reads = [{"limit": f"read, {n} threads", "value": _host_read(n), "unit": "GB/s"} for n in threads]
+        reads = [{"limit": f"read, {n} thread{'s' * (n > 1)}", "value": _host_read(n), "unit": "GB/s"} for n in threads]
     else:
         reads = [{"limit": "read", "value": _device_read(), "unit": "GB/s"}]
     size = PEAK_SIZE.get(device.platform, 8192)

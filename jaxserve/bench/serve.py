@@ -72,14 +72,15 @@ def run(flags: FlagValues) -> None:
         draw(results, records, flags.plots, flags.plot_format)
 
 
-def measure(target: Target, load: Load, flags: FlagValues) -> tuple[list[dict[str, Any]], list[list[Record]]]:
-    """A result per setting, medians over its runs, with the runs' own figures; and the records of each setting."""
+def measure(target: Target, load: Load, flags: FlagValues) -> tuple[list[dict[str, Any]], list[list[list[Record]]]]:
+    """A result per setting, medians over its runs, with the runs' own figures; and the records of each."""
     number = 0
     factors = flags.factors
     if flags.workload == "w3" and not (factors or flags.rates or load.kind == "batch"):
         factors = W3_FACTORS
     capacity = flags.capacity
-    results, records = [], []
+    results: list[dict[str, Any]] = []
+    records: list[list[list[Record]]] = []
     if factors and capacity is None:
         target.warm_up(load, flags.warmup_requests, number)
         found, sent = target.run(load.run(number, kind="batch"))
@@ -88,7 +89,7 @@ def measure(target: Target, load: Load, flags: FlagValues) -> tuple[list[dict[st
         if not capacity:
             raise MeasurementError("no request completed in the run that measures the capacity")
         results.append({"rate": None, "factor": None} | found | {"runs": [found]})
-        records.append(sent)
+        records.append([sent])
     rates = flags.rates or ([factor * capacity for factor in factors] if factors else [None])
     for index, rate in enumerate(rates):
         target.warm_up(load, flags.warmup_requests, number)
@@ -97,7 +98,7 @@ def measure(target: Target, load: Load, flags: FlagValues) -> tuple[list[dict[st
             found, of_run = target.run(load.run(number, rate))
             number += 1
             runs.append(found)
-            sent += of_run
+            sent.append(of_run)
         results.append({"rate": rate, "factor": factors[index] if factors else None} | medians(runs) | {"runs": runs})
         records.append(sent)
     return results, records

@@ -62,7 +62,7 @@ def test_limits_and_steps_are_measured(tiny_model_dir, compile_cache, tmp_path, 
     main(["bench", "machine", *words, f"--output={output}"])
     document = json.loads(output.read_text())
     limits = {each["limit"]: each["value"] for each in document["limits"]}
-    assert limits["matmul float32"] > 0 and limits["read, 1 threads"] > 0
+    assert limits["matmul float32"] > 0 and limits["read, 1 thread"] > 0
     (step,) = document["results"]
     assert (step["dtype"], step["slots"]) == ("float32", 2)
     # Prompts may be read one after the other, beside rows that decode already.

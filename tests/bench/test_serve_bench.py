@@ -6,6 +6,8 @@ import sys
 import pytest
 
 from jaxserve.bench.__main__ import main
+from jaxserve.bench.load import plots
+from jaxserve.bench.load.record import COMPLETED, Record
 from tests.bench.scripted_server import Script, ScriptedServer
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import RunningServer
@@ -43,18 +45,33 @@ def test_serve_reports_medians_of_runs(engine_server, tmp_path, capsys):
 
 
 def test_serve_sweeps_rates_as_factors_of_a_measured_capacity(engine_server, tmp_path):
-    plots = tmp_path / "plots"
-    words = ("--factors=0.5,2", "--runs=1", "--slo_itl_ms=1", f"--plots={plots}")
+    folder = tmp_path / "plots"
+    words = ("--factors=0.5,2", "--runs=1", "--slo_itl_ms=1", f"--plots={folder}")
     document = bench(tmp_path, "serve", f"--url={engine_server.url}", *SMALL, *words)
     capacity, *swept = document["results"]
     assert capacity["rate"] is None and capacity["completed"] == 6
     assert [result["rate"] / capacity["requests_per_s"] for result in swept] == pytest.approx([0.5, 2])
     assert [result["factor"] for result in swept] == [0.5, 2]
     assert all(result["slo_share"] == 0 and result["goodput_requests_per_s"] == 0 for result in swept)
-    assert {path.name for path in plots.iterdir()} == {"latencies.svg", "arrivals.svg", "rates.svg"}
+    assert {path.name for path in folder.iterdir()} == {"latencies.svg", "arrivals.svg", "rates.svg"}
 
 
-def test_serve_counts_refusals_with_their_latencies(tmp_path, capsys):
+def test_arrivals_are_drawn_from_each_runs_own_start(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(plots, "save_figure", lambda figure, folder, name, form: drawn.update({name: figure}))
+    runs = [
+        [Record(at + start, 1, 1, at + start, [at + start + 0.2], 1, 0.0, COMPLETED) for at in (0, 1)]
+        for start in (5, 9)
+    ]
+    plots.draw([{"rate": 1.0}], [runs], str(tmp_path), "svg")
+    (dots,) = drawn["arrivals"].axes[0].lines
+    assert sorted(dots.get_xdata()) == [0, 0, 1, 1] and list(dots.get_ydata()) == pytest.approx([200] * 4)
+    drawn.clear()
+    plots.draw([{"rate": None}], [[run[:1] for run in runs]], str(tmp_path), "svg")
+    assert list(drawn) == ["latencies"]
+
+
+def test_serve_counts_refusals_with_their_latencies(tmp_path):
     full = json.dumps({"error": {"message": "full"}})
 
     def script(number, body):
@@ -79,7 +96,7 @@ def test_a_server_that_only_fails_is_said(tmp_path, capsys):
     assert "every request to" in (said := capsys.readouterr().err) and "404: no such route" in said
 
 
-def test_compare_runs_two_servers_in_turns(tmp_path, monkeypatch):
+def test_compare_runs_two_servers_in_turns(tmp_path):
     fast, slow = (FAKE.replace("{step_s}", step) for step in ("0.01", "0.03"))
     document = bench(tmp_path, "compare", f"--a={fast}", f"--b={slow}", *SMALL)
     rows = {row["figure"]: row for row in document["results"]}

@@ -9,31 +9,39 @@ from typing import Any
 from jaxserve.bench.load.record import COMPLETED, REFUSED, Record
 from jaxserve.sim.plots import new_figure, save_figure
 
+Runs = Sequence[Sequence[Record]]
+"""The records of one setting, run by run."""
 
-def draw(results: Sequence[dict[str, Any]], records: Sequence[Sequence[Record]], folder: str, form: str) -> list[Path]:
-    """`latencies` and `arrivals`, and `rates` when there are several; the files written.
+
+def draw(results: Sequence[dict[str, Any]], records: Sequence[Runs], folder: str, form: str) -> list[Path]:
+    """`latencies`; `arrivals`, unless all came at once; `rates` when there are several; the files written.
 
     Args:
       results: a setting's figures each.
-      records: of the same settings, all runs together.
+      records: of the same settings.
       form: svg or png.
     """
     labels = ["at once" if result["rate"] is None else f"{result['rate']:.3g}/s" for result in results]
-    files = [
-        _draw_latencies(labels, records, Path(folder), form),
-        _draw_arrivals(labels, records, Path(folder), form),
-    ]
+    files = [_draw_latencies(labels, records, Path(folder), form)]
+    spread = [(label, runs) for label, runs in zip(labels, records, strict=True) if _spans(runs)]
+    if spread:
+        files.append(_draw_arrivals(spread, Path(folder), form))
     rated = [result for result in results if result["rate"] is not None]
     if len(rated) > 1:
         files.append(_draw_rates(rated, Path(folder), form))
     return files
 
 
-def _draw_latencies(labels: Sequence[str], records: Sequence[Sequence[Record]], folder: Path, form: str) -> Path:
+def _spans(runs: Runs) -> bool:
+    """Whether requests came at different instants."""
+    return any(run[0].due_at < run[-1].due_at for run in runs)
+
+
+def _draw_latencies(labels: Sequence[str], records: Sequence[Runs], folder: Path, form: str) -> Path:
     figure = new_figure(9, 4)
     axes = figure.subplots(1, 2, sharey=True)
-    for label, of_setting in zip(labels, records, strict=True):
-        completed = [record for record in of_setting if record.outcome == COMPLETED]
+    for label, runs in zip(labels, records, strict=True):
+        completed = [record for run in runs for record in run if record.outcome == COMPLETED]
         for panel, values in (
             (axes[0], sorted(1e3 * record.ttft_s for record in completed)),
             (axes[1], sorted(1e3 * gap for record in completed for gap in record.gaps_s)),
@@ -52,19 +60,12 @@ def _draw_latencies(labels: Sequence[str], records: Sequence[Sequence[Record]], 
     return save_figure(figure, folder, "latencies", form)
 
 
-def _draw_arrivals(labels: Sequence[str], records: Sequence[Sequence[Record]], folder: Path, form: str) -> Path:
+def _draw_arrivals(settings: Sequence[tuple[str, Runs]], folder: Path, form: str) -> Path:
     """Of every run's requests, since its own first arrival."""
     figure = new_figure(9, 4)
     axes = figure.subplots()
-    for label, of_setting in zip(labels, records, strict=True):
-        points = []
-        began_at = of_setting[0].due_at
-        last = began_at
-        for record in of_setting:
-            if record.due_at < last:  # another run begins
-                began_at = record.due_at
-            last = record.due_at
-            points.append((record.due_at - began_at, record))
+    for label, runs in settings:
+        points = [(record.due_at - run[0].due_at, record) for run in runs for record in run]
         completed = [(at, 1e3 * record.ttft_s) for at, record in points if record.outcome == COMPLETED]
         dots = axes.plot([at for at, _ in completed], [ttft for _, ttft in completed], "o", markersize=3, label=label)
         refused = [at for at, record in points if record.outcome == REFUSED]
