@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from jaxserve.bench.__main__ import main
@@ -25,15 +24,6 @@ def test_figures_of_a_run_worked_by_hand():
             "device_ms_per_iteration": 50.0,
         }
     )
-
-
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    """Compiled programs go to a folder of the test; the process's own setting comes back after it."""
-    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
-    before = jax.config.jax_compilation_cache_dir
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.mark.usefixtures("own_cache")

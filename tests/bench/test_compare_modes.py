@@ -33,9 +33,9 @@ def workload(tmp_path):
     return path
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("at_once", [True, False])
-def test_both_modes_are_measured(tiny_model_dir, compile_cache, workload, tmp_path, monkeypatch, capsys, at_once):
-    monkeypatch.setenv("JAXSERVE_CACHE", compile_cache)
+def test_both_modes_are_measured(tiny_model_dir, workload, tmp_path, monkeypatch, capsys, at_once):
     if not at_once:
         monkeypatch.setattr("jaxserve.bench.compare_modes._free_bytes", lambda: 0)
     output = tmp_path / "figures.json"

@@ -52,8 +52,8 @@ def test_products_are_those_of_a_step(monkeypatch):
     assert total_flops == pytest.approx(2 * 3 * WEIGHTS)
 
 
-def test_limits_and_steps_are_measured(tiny_model_dir, compile_cache, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("JAXSERVE_CACHE", compile_cache)
+@pytest.mark.usefixtures("own_cache")
+def test_limits_and_steps_are_measured(tiny_model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(machine, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(machine, "TRIES", 2)
     monkeypatch.setattr(machine, "PEAK_SIZE", {"cpu": 64})

@@ -56,6 +56,19 @@ def test_serve_sweeps_rates_as_factors_of_a_measured_capacity(engine_server, tmp
     assert {path.name for path in folder.iterdir()} == {"latencies.svg", "arrivals.svg", "rates.svg"}
 
 
+def test_w3_is_sent_at_factors_of_its_own_capacity(tmp_path):
+    with ScriptedServer(lambda number, body: Script()) as server:
+        words = ("--served_model=m", "--workload=w3", "--num_requests=20", "--runs=1", "--warmup_requests=1")
+        document = bench(tmp_path, "serve", f"--url={server.url}", *words)
+    capacity, *rated = document["results"]
+    assert [result["factor"] for result in rated] == [0.5, 0.8, 1.0, 1.2]
+    assert [result["rate"] / capacity["requests_per_s"] for result in rated] == pytest.approx([0.5, 0.8, 1.0, 1.2])
+    assert all(result["completed"] == 20 for result in document["results"])
+    # Each setting sends a warm-up of w1's first prompt, then twenty requests, the tenth and the last with a long prompt.
+    of_setting = [[len(body["prompt"]) for body in server.bodies[first : first + 21]] for first in range(0, 105, 21)]
+    assert all(lengths.count(2000) == 2 and lengths[0] == 40 for lengths in of_setting)
+
+
 def test_arrivals_are_drawn_from_each_runs_own_start(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(plots, "save_figure", lambda figure, folder, name, form: drawn.update({name: figure}))
