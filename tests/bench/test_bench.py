@@ -56,7 +56,7 @@ def test_offline_measures_and_writes_json(tiny_model_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "say first what to measure: offline, decode_ratio, startup, scheduler, simulation"),
+        ((), "say first what to measure: offline, serve, compare, compare_modes, machine, decode_ratio"),
         (("speed",), "there is no measurement 'speed'"),
         (("offline", "--runs=0"), "--runs=0: must be at least 1"),
     ],

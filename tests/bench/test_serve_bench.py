@@ -64,7 +64,7 @@ def test_w3_is_sent_at_factors_of_its_own_capacity(tmp_path):
     assert [result["factor"] for result in rated] == [0.5, 0.8, 1.0, 1.2]
     assert [result["rate"] / capacity["requests_per_s"] for result in rated] == pytest.approx([0.5, 0.8, 1.0, 1.2])
     assert all(result["completed"] == 20 for result in document["results"])
-    # Each setting sends a warm-up of w1's first prompt, then twenty requests, the tenth and the last with a long prompt.
+    # Each setting sends a warm-up as long as w1's first prompt, then twenty requests, the tenth and the last one long.
     of_setting = [[len(body["prompt"]) for body in server.bodies[first : first + 21]] for first in range(0, 105, 21)]
     assert all(lengths.count(2000) == 2 and lengths[0] == 40 for lengths in of_setting)
 

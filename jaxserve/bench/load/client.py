@@ -162,7 +162,7 @@ class _Stream(asyncio.Protocol):
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
-            if line.startswith(b"data:"):
+            if line.startswith(b"data:") and not self._end.done():
                 self._event(line, now)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -216,6 +216,8 @@ class _Stream(asyncio.Protocol):
         self._finish(COMPLETED, "")
 
     def _fail(self, error: str) -> None:
+        if self._end.done():
+            return
         self._record.ended_at = self._clock()
         self._finish(FAILED, error)
 

@@ -2,7 +2,7 @@
 """Runs a workload on OpenVINO GenAI's ContinuousBatchingPipeline, and prints what `bench serve` would of a server.
 
     python3 -m venv DIR && DIR/bin/pip install openvino-genai
-    DIR/bin/python tools/peers/openvino_genai --gguf=FILE --workload=w1 --slots=8 --dtype=bf16 [--output=F]
+    DIR/bin/python tools/peers/openvino_peer.py --gguf=FILE --workload=w1 --slots=8 --dtype=bf16 [--output=F]
 
 All requests are added at once; tokens are greedy and do not end at EOS. The first run of a GGUF file converts it, into
 the folder `openvino_ir` beside it (or --ir). Needs the peer's environment only: nothing of jaxserve's dependencies.
