@@ -6,16 +6,20 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from jaxserve.bench.report import MeasurementError
 from jaxserve.config.flags import exit_with, parse_flags
 
-MEASUREMENTS = ("offline", "decode_ratio", "startup", "scheduler", "simulation", "preemption", "structured", "sse")
+MEASUREMENTS = (
+    *("offline", "serve", "compare", "compare_modes", "machine", "decode_ratio", "startup", "scheduler", "simulation"),
+    *("preemption", "structured", "sse"),
+)
 
 
 def main(argv: Sequence[str]) -> None:
     """Runs the measurement named by the first argument.
 
     Raises:
-      SystemExit: non-zero on a bad argument.
+      SystemExit: non-zero on a bad argument, or when what was to be measured failed.
     """
     what = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else None
     if what is not None and what not in MEASUREMENTS:
@@ -29,6 +33,9 @@ def main(argv: Sequence[str]) -> None:
         measurement.run(flags)
     except ValueError as error:
         exit_with(str(error))
+    except MeasurementError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

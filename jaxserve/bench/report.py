@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-import jaxserve
+from jaxserve.bench.host import device_name, machine
+
+
+class MeasurementError(Exception):
+    """What was to be measured did not do its part, as a server that does not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Column:
     """A column of the table.
 
     Attributes:
-      key: of the figure in a result.
+      key: of the figure in a result; `a.b`: b in the dict a.
       heading: with the unit.
       format: of the value, as for `format`.
     """
@@ -39,6 +39,8 @@ def report(
     results: Sequence[dict[str, Any]],
     columns: Sequence[Column],
     output: str | None,
+    *,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Prints `results`, and writes them to `output` with what they were measured on.
 
@@ -48,52 +50,28 @@ def report(
       results: one dict per row.
       columns: what the table shows of a result.
       output: file, or None.
+      more: members of the document beside the results.
     """
-    table = Table(title=f"{what} ({device_name()})")
-    for column in columns:
-        table.add_column(column.heading, justify="right")
-    for result in results:
-        table.add_row(*(format(result[column.key], column.format) for column in columns))
-    # Wide enough for every column also where there is no terminal to ask.
-    Console(width=max(Console().width, 120)).print(table)
+    print_table(what, results, columns)
     if output:
-        document = {"what": what, "machine": machine(), "settings": settings, "results": list(results)}
+        document = {"what": what, "machine": machine(), "settings": settings, **(more or {})}
+        document["results"] = list(results)
         Path(output).write_text(json.dumps(document, indent=2) + "\n")
 
 
-def device_name() -> str:
-    """The kind of the default device, with the count of cores where that says more."""
-    jax = _jax()
-    if jax is None or jax.default_backend() == "cpu":
-        return f"cpu, {os.cpu_count()} cores"
-    return str(jax.devices()[0].device_kind)
+def print_table(title: str, results: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> None:
+    """Prints one row per result; the device stands in the title."""
+    table = Table(title=f"{title} ({device_name()})")
+    for column in columns:
+        table.add_column(column.heading, justify="right")
+    for result in results:
+        table.add_row(*(_shown(result, column) for column in columns))
+    # Wide enough for every column also where there is no terminal to ask.
+    Console(width=max(Console().width, 160)).print(table)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on.
-
-    Nothing of devices is there for a measurement that did not load jax. `load_average` is of the last 1, 5 and 15
-    minutes at the end, the measurement's own share included: far above the number of cores, something else ran
-    beside it.
-    """
-    jax = _jax()
-    devices = {}
-    if jax is not None:
-        devices = {
-            "device": jax.devices()[0].device_kind,
-            "platform": jax.default_backend(),
-            "num_devices": jax.device_count(),
-            "jax": version("jax"),
-        }
-    return devices | {
-        "cpu_cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        "jaxserve": jaxserve.__version__,
-    }
-
-
-def _jax() -> Any:
-    """jax where the measurement loaded it, else None: it need not be loaded to say that it was not used."""
-    return sys.modules.get("jax")
+def _shown(result: Mapping[str, Any], column: Column) -> str:
+    value: Any = result
+    for key in column.key.split("."):
+        value = value[key]
+    return "-" if value is None else format(value, column.format)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from absl.flags import ArgumentParser, BooleanParser
 
+from jaxserve.config.bench_flags import BENCH_FLAGS, LOG_LEVELS
 from jaxserve.config.engine_config import (
     ATTENTION_IMPLEMENTATIONS,
     DTYPES,
@@ -15,6 +16,7 @@ from jaxserve.config.engine_config import (
     EngineConfig,
     SchedulerConfig,
 )
+from jaxserve.config.flag import Flag, flags_for
 from jaxserve.config.flag_parsers import (
     ApiKeyFileParser,
     ChoiceParser,
@@ -44,28 +46,7 @@ COST_MODELS = ("unit", "linear", "roofline")
 CHIPS = ("v5e", "v5p", "v6e", "h100", "h200")
 
 LOG_FORMATS = ("text", "json")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 OUTPUT_ORDERS = ("completion", "input")
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One flag.
-
-    Attributes:
-      heading: its group in `--help`.
-      parser: turns text into a value or says the rule it breaks.
-      help: ends without a full stop.
-      default: taken from `EngineConfig` for its fields.
-      commands: that take it.
-    """
-
-    name: str
-    heading: str
-    parser: ArgumentParser[Any]
-    help: str
-    default: Any
-    commands: frozenset[str]
 
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
@@ -88,13 +69,9 @@ def _engine(heading: str, *flags: tuple[str, ArgumentParser[Any], str]) -> list[
     ]
 
 
-def _of(command: str, heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
-    return [Flag(name, heading, parser, text, default, frozenset({command})) for name, parser, default, text in flags]
-
-
-_server, _batch, _bench = partial(_of, "server"), partial(_of, "batch"), partial(_of, "bench")
-_replay, _doctor, _simulate = partial(_of, "replay"), partial(_of, "doctor"), partial(_of, "simulate")
-_top = partial(_of, "top")
+_server, _batch = partial(flags_for, "server"), partial(flags_for, "batch")
+_replay, _doctor, _simulate = partial(flags_for, "replay"), partial(flags_for, "doctor"), partial(flags_for, "simulate")
+_top = partial(flags_for, "top")
 _QUIET = ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged")
 
 
@@ -333,36 +310,7 @@ FLAGS: tuple[Flag, ...] = (
         "Operation",
         ("trace_file", _TEXT, "write a record of every iteration to this file, as JSON lines"),
     ),
-    *_bench(
-        "Measurement",
-        ("model", _TEXT, _DEFAULTS["model"], "demo name, directory, .gguf, Orbax directory or hub id"),
-        ("dtypes", ListParser(ChoiceParser(DTYPES)), DTYPES, "dtypes to measure"),
-        ("slots", _COUNTS, (1, 8, 32), "slot counts to measure"),
-        ("prompt_tokens", _COUNT, 32, "tokens of each prompt"),
-        ("output_tokens", IntParser(low=2), 64, "tokens of each output"),
-        ("requests_per_slot", _COUNT, 3, "requests of a run, in slots"),
-        ("runs", _COUNT, 3, "runs of each figure; the median is reported"),
-        ("overlap", _BOOL, _DEFAULTS["overlap"], "as the server's flag"),
-        ("policies", ListParser(ChoiceParser(POLICIES)), POLICIES, "scheduler: orders of the waiting queue to measure"),
-        ("running", _COUNTS, (8, 64, 256, 1024), "scheduler: numbers of running requests to measure"),
-        (
-            "waiting",
-            ListParser(IntParser(low=0)),
-            (0, 1000, 100_000),
-            "scheduler: numbers of waiting requests to measure",
-        ),
-        (
-            "page_share",
-            FloatParser(low=0.01),
-            0.5,
-            "preemption: KV pages, as a share of what the slots' longest requests need together",
-        ),
-        ("streams", _COUNTS, (256,), "sse: numbers of streams open at once to measure"),
-        ("iterations", _COUNT, 500, "scheduler: iterations of each figure; the median is reported"),
-        ("simulated_requests", _COUNT, 10_000, "simulation: requests of its workload"),
-        ("output", _TEXT, None, "write the figures to this file, as JSON"),
-        _QUIET,
-    ),
+    *BENCH_FLAGS,
     *_replay(
         "Replay",
         ("trace", _TEXT, None, "the file that --trace_file wrote"),

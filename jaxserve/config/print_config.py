@@ -12,8 +12,8 @@ from typing import Any
 from absl import flags as absl_flags
 from absl.flags import BooleanParser
 
+from jaxserve.config.flag import Flag
 from jaxserve.config.flag_parsers import FromFile
-from jaxserve.config.flag_table import Flag
 from jaxserve.config.flags import flags_of
 
 _QUESTIONS = frozenset(("print_config", "dry_run"))

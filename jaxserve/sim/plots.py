@@ -40,7 +40,7 @@ def draw_ranking(names: Sequence[str], points: Sequence[dict[str, Any]], folder:
       names: of the settings that tell the points apart.
       points: in that order.
     """
-    figure = _figure(7, 1.5 + 0.25 * len(points))
+    figure = new_figure(7, 1.5 + 0.25 * len(points))
     axes = figure.subplots()
     rates = [point["rate"] or 0.0 for point in points]
     bars = axes.barh(range(len(points)), rates, color=[_PREFILL, *[_DECODE] * (len(points) - 1)])
@@ -50,13 +50,13 @@ def draw_ranking(names: Sequence[str], points: Sequence[dict[str, Any]], folder:
     axes.set_xlabel("highest rate that meets the objectives, requests/s")
     axes.set_title(f"best first; labels: {', '.join(names)}", loc="left", fontsize=10)
     axes.grid(alpha=0.3, axis="x")
-    return _save(figure, Path(folder), "ranking", form)
+    return save_figure(figure, Path(folder), "ranking", form)
 
 
 def draw_sweep(names: Sequence[str], points: Sequence[dict[str, Any]], folder: str, form: str) -> Path:
     """`sweep`: latency against throughput, one dot per point, joined where one value differs; the file written."""
     line = "o-" if len(names) == 1 else "o"
-    figure = _figure(7, 6)
+    figure = new_figure(7, 6)
     upper, lower = figure.subplots(2, 1, sharex=True)
     throughput = [point["figures"]["tokens_per_s"] or 0.0 for point in points]
     for axes, key, title in ((upper, "ttft_s", "time to first token, s"), (lower, "itl_s", "gap between tokens, s")):
@@ -74,11 +74,11 @@ def draw_sweep(names: Sequence[str], points: Sequence[dict[str, Any]], folder: s
     lower.set_ylim(bottom=0)
     upper.set_title(f"latency against throughput; labels: {', '.join(names)}", loc="left", fontsize=10)
     lower.set_xlabel("output tokens per second")
-    return _save(figure, Path(folder), "sweep", form)
+    return save_figure(figure, Path(folder), "sweep", form)
 
 
 def _draw_timeline(result: SimulationResult, folder: Path, form: str) -> Path:
-    figure = _figure(10, 7)
+    figure = new_figure(10, 7)
     mix, pages, queue = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     edges, bins = _bins(result.timeline.spans)
     decode, prefill, owned, waiting = bins
@@ -101,7 +101,7 @@ def _draw_timeline(result: SimulationResult, folder: Path, form: str) -> Path:
     for axes in (pages, queue):
         axes.grid(alpha=0.3)
         axes.set_ylim(bottom=0)
-    return _save(figure, folder, "timeline", form)
+    return save_figure(figure, folder, "timeline", form)
 
 
 def _bins(spans: Sequence[Span]) -> tuple[Values, Values]:
@@ -133,7 +133,7 @@ def _bins(spans: Sequence[Span]) -> tuple[Values, Values]:
 
 
 def _draw_ttft(result: SimulationResult, folder: Path, form: str) -> Path:
-    figure = _figure(7, 4)
+    figure = new_figure(7, 4)
     axes = figure.subplots()
     log = result.log
     ttft = np.asarray(log.first_at) - np.asarray(log.arrived_at)
@@ -151,10 +151,15 @@ def _draw_ttft(result: SimulationResult, folder: Path, form: str) -> Path:
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
-    return _save(figure, folder, "ttft_cdf", form)
+    return save_figure(figure, folder, "ttft_cdf", form)
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches.
+
+    Raises:
+      ValueError: there is no matplotlib.
+    """
     require_matplotlib()
     # Figure itself, not pyplot: no window system and no global list of figures.
     from matplotlib.figure import Figure
@@ -162,7 +167,8 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Any, folder: Path, name: str, form: str) -> Path:
+def save_figure(figure: Any, folder: Path, name: str, form: str) -> Path:
+    """Writes a figure to `folder`/`name`.`form`; the file written."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.{form}"
     figure.savefig(path, dpi=120)

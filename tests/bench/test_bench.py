@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from jaxserve.bench.__main__ import main
@@ -37,15 +36,6 @@ def test_figures_of_a_run_worked_by_hand():
     )
 
 
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    """Compiled programs go to a folder of the test; the process's own setting comes back after it."""
-    monkeypatch.setenv("JAXSERVE_CACHE", str(tmp_path / "cache"))
-    before = jax.config.jax_compilation_cache_dir
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 @pytest.mark.usefixtures("own_cache")
 def test_offline_measures_and_writes_json(tiny_model_dir, tmp_path, capsys):
     output = tmp_path / "figures.json"
@@ -77,7 +67,7 @@ def test_offline_measures_and_writes_json(tiny_model_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "say first what to measure: offline, decode_ratio, startup, scheduler, simulation"),
+        ((), "say first what to measure: offline, serve, compare, compare_modes, machine, decode_ratio"),
         (("speed",), "there is no measurement 'speed'"),
         (("offline", "--runs=0"), "--runs=0: must be at least 1"),
     ],

@@ -1,0 +1,265 @@
+"""`bench machine`: this machine's limits, and how near the engine's decode step comes to the bound they set.
+
+    bound = max(weight bytes / bandwidth, matrix FLOPs / peak) + K/V bytes / bandwidth
+
+Weights are read once per step, K and V of every row's context once. FLOPs are 2 per weight and row, the vocabulary's
+projection included. Bandwidth and peaks are the best of several tries, by plain numpy reads in threads (on the device,
+a jitted sum) and by jitted square matrix products. `matmuls` times the model's own products at the step's rows, one
+weight after the other from memory, as a step does: what is left between the bound and the step that is not theirs is
+attention, norms, sampling and the host.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.flags import FlagValues
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.bench.report import Column, print_table, report
+from jaxserve.core import Submission
+from jaxserve.engine.output_processor import OutputDelta
+from jaxserve.engine.stats import EngineStats
+from jaxserve.models import ModelConfig, weights
+from jaxserve.models.linear import matmul
+from jaxserve.sim.roofline import ModelShape
+
+SLOTS = (8, 32)
+"""Where the flag does not say."""
+READ_BYTES, TRIES = 1 << 30, 8
+PEAK_SIZE = {"cpu": 2048}
+"""Of the square products; elsewhere 8192."""
+STEPS = 64
+"""Decode steps that are timed."""
+PAGE_SIZE, TOKEN_BUDGET = 16, 256
+
+LIMITS = (Column("limit", "limit"), Column("value", "best", ".1f"), Column("unit", "unit"))
+MATMULS = (
+    Column("dtype", "dtype"),
+    Column("rows", "rows", "d"),
+    Column("shape", "product"),
+    Column("count", "of them", "d"),
+    Column("ms", "ms together", ".2f"),
+    Column("gflop_per_s", "GFLOP/s", ".0f"),
+    Column("gb_per_s", "GB/s of weights", ".1f"),
+)
+COLUMNS = (
+    Column("dtype", "dtype"),
+    Column("slots", "slots", "d"),
+    Column("context_tokens", "context", ".0f"),
+    Column("weights_ms", "weights ms", ".1f"),
+    Column("flops_ms", "FLOPs ms", ".1f"),
+    Column("kv_ms", "K/V ms", ".2f"),
+    Column("bound_ms", "bound ms", ".1f"),
+    Column("matmuls_ms", "matmuls ms", ".1f"),
+    Column("step_ms", "step ms", ".1f"),
+    Column("ratio_to_bound", "step / bound", ".2f"),
+)
+
+
+def run(flags: FlagValues) -> None:
+    """Measures limits, products and steps, and reports all three."""
+    slots = flags.slots if flags["slots"].present else SLOTS
+    limits = measure_limits(flags.dtypes)
+    print_table("machine: limits", limits, LIMITS)
+    by_name = {each["limit"]: each["value"] for each in limits}
+    bandwidth = max(value for name, value in by_name.items() if name.startswith("read"))
+    matmuls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for dtype in flags.dtypes:
+        for rows in slots:
+            step = measure_step(flags.model, dtype, rows, flags.context)
+            config: ModelConfig = step.pop("config")
+            products = measure_matmuls(config, dtype, rows)
+            matmuls += products
+            bound = decode_bound(config, dtype, rows, flags.context, bandwidth, by_name[f"matmul {dtype}"])
+            results.append(
+                {"dtype": dtype, "slots": rows, "context_tokens": flags.context}
+                | bound
+                | {"matmuls_ms": sum(each["ms"] for each in products)}
+                | step
+                | {"ratio_to_bound": step["step_ms"] / bound["bound_ms"]}
+            )
+    print_table("machine: the model's matrix products", matmuls, MATMULS)
+    settings = {"model": flags.model, "context": flags.context, "threads": os.cpu_count()}
+    report("machine", settings, results, COLUMNS, flags.output, more={"limits": limits, "matmuls": matmuls})
+
+
+def decode_bound(
+    config: ModelConfig, dtype: str, slots: int, context: int, gb_per_s: float, gflop_per_s: float
+) -> dict[str, float]:
+    """What a decode step takes at least, in ms: see the module.
+
+    Args:
+      slots: rows, each with `context` tokens of K and V in `dtype`.
+      gb_per_s, gflop_per_s: of the machine.
+    """
+    size = jnp.dtype(dtype).itemsize
+    shape = model_shape(config)
+    read = shape.layer_weights + shape.head_weights
+    kv_bytes = slots * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
+    weights_ms, flops_ms = read * size / gb_per_s / 1e6, 2 * slots * read / gflop_per_s / 1e6
+    kv_ms = kv_bytes / gb_per_s / 1e6
+    return {
+        "weights_ms": weights_ms,
+        "flops_ms": flops_ms,
+        "kv_ms": kv_ms,
+        "bound_ms": max(weights_ms, flops_ms) + kv_ms,
+    }
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """The counts of a model's weights."""
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden=config.hidden_size,
+        mlp_hidden=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        tied_embeddings=config.tie_word_embeddings,
+    )
+
+
+def measure_limits(dtypes: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Read bandwidth in GB/s by threads, and matrix products in GFLOP/s by dtype."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        cores = os.cpu_count() or 1
+        threads = sorted({1, cores, 2 * cores})
+        reads = [{"limit": f"read, {n} thread{'s' * (n > 1)}", "value": _host_read(n), "unit": "GB/s"} for n in threads]
+    else:
+        reads = [{"limit": "read", "value": _device_read(), "unit": "GB/s"}]
+    size = PEAK_SIZE.get(device.platform, 8192)
+    products = []
+    for dtype in dtypes:
+        seconds = _best(jax.jit(matmul), _random((size, size), dtype, 1), _random((size, size), dtype, 2))
+        products.append({"limit": f"matmul {dtype}", "value": 2 * size**3 / seconds / 1e9, "unit": "GFLOP/s"})
+    return reads + products
+
+
+def measure_matmuls(config: ModelConfig, dtype: str, rows: int) -> list[dict[str, Any]]:
+    """The products of one decode step, by shape; `ms` and rates of all products of that shape together."""
+    kinds: Counter[tuple[int, int, bool]] = Counter()
+    for weight in weights(config):
+        if len(weight.shape) == 2 and (weight.path != ("embed",) or config.tie_word_embeddings):
+            kinds[(*weight.shape, weight.path == ("embed",))] += 1  # type: ignore[index]
+    results = []
+    for (height, width, transposed), count in kinds.items():
+        kernels = [_random((height, width), dtype, seed) for seed in range(count)]
+        in_size, out_size = (width, height) if transposed else (height, width)
+
+        @jax.jit
+        def products(x: jax.Array, kernels: list[jax.Array], transposed: bool = transposed) -> list[jax.Array]:
+            return [matmul(x, kernel, transposed=transposed) for kernel in kernels]
+
+        seconds = _median(products, _random((rows, in_size), dtype, 0), kernels)
+        held = count * height * width
+        results.append(
+            {
+                "dtype": dtype,
+                "rows": rows,
+                "shape": f"[{rows}, {in_size}] x [{in_size}, {out_size}]",
+                "count": count,
+                "ms": 1e3 * seconds,
+                "gflop_per_s": 2 * rows * held / seconds / 1e9,
+                "gb_per_s": held * jnp.dtype(dtype).itemsize / seconds / 1e9,
+            }
+        )
+    return results
+
+
+def measure_step(model: str, dtype: str, slots: int, context: int) -> dict[str, Any]:
+    """The engine's decode step with all `slots` busy, contexts of `context` tokens on average; median, ms.
+
+    Returns:
+      `step_ms`, and `config`, the model's.
+    """
+    num_prompt = max(context - STEPS // 2, 1)
+    max_model_len = num_prompt + STEPS + slots
+    budget = max(TOKEN_BUDGET, slots)
+    llm = LLM(
+        model,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=slots,
+        max_num_batched_tokens=budget,
+        decode_buckets=(slots,),
+        prefill_buckets=(budget,),
+        page_size=PAGE_SIZE,
+        table_width_buckets=(-(-max_model_len // PAGE_SIZE),),
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+    engine = llm.engine
+    rng = np.random.default_rng(0)
+    for number in range(slots):
+        prompt = rng.integers(0, engine.limits.vocab_size, num_prompt).tolist()
+        # As many steps for all as there are prompts to read, then those that are timed.
+        params = SamplingParams(temperature=0, max_tokens=STEPS + slots, ignore_eos=True)
+        (request,) = engine.make_requests(Submission(prompt, params, str(number)), now=time.monotonic())
+        engine.add(request, 0, _forget)
+    stats = engine.stats = EngineStats()
+    seconds = []
+    while engine.has_work:
+        before = (stats.prefill_tokens, stats.slot_steps)
+        began = time.perf_counter()
+        engine.step()
+        took = time.perf_counter() - began
+        if stats.prefill_tokens == before[0] and stats.slot_steps == before[1] + slots:
+            seconds.append(took)
+    assert seconds, "no iteration had all slots decoding"
+    return {"step_ms": 1e3 * statistics.median(seconds), "steps_timed": len(seconds), "config": engine.model_config}
+
+
+def _forget(delta: OutputDelta) -> None:
+    """A sink for outputs that nobody reads."""
+
+
+def _host_read(threads: int) -> float:
+    """GB/s of plain reads: the maximum of integers costs the processor least, so memory is what is timed."""
+    parts = np.array_split(np.ones(READ_BYTES // 4, np.int32), 8 * threads)
+    with ThreadPoolExecutor(threads) as pool:
+        seconds = []
+        for _ in range(TRIES):
+            began = time.perf_counter()
+            list(pool.map(np.max, parts))
+            seconds.append(time.perf_counter() - began)
+    return READ_BYTES / min(seconds) / 1e9
+
+
+def _device_read() -> float:
+    values = jnp.ones(READ_BYTES // 4, jnp.float32)
+    return READ_BYTES / _best(jax.jit(jnp.sum), values) / 1e9
+
+
+def _random(shape: tuple[int, int], dtype: str, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.dtype(dtype))
+
+
+def _times(function: Callable[..., Any], *arguments: Any) -> list[float]:
+    """Seconds of `TRIES` calls, after one that compiles."""
+    seconds = []
+    for _ in range(TRIES + 1):
+        began = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
+def _best(function: Callable[..., Any], *arguments: Any) -> float:
+    return min(_times(function, *arguments))
+
+
+def _median(function: Callable[..., Any], *arguments: Any) -> float:
+    return statistics.median(_times(function, *arguments))

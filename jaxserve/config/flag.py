@@ -1,0 +1,33 @@
+"""Flag: one flag of a command line, and how several of one command are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from absl.flags import ArgumentParser
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+      heading: its group in `--help`.
+      parser: turns text into a value or says the rule it breaks.
+      help: ends without a full stop.
+      default: taken from `EngineConfig` for its fields.
+      commands: that take it.
+    """
+
+    name: str
+    heading: str
+    parser: ArgumentParser[Any]
+    help: str
+    default: Any
+    commands: frozenset[str]
+
+
+def flags_for(command: str, heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
+    """Flags under a heading of one command, each as name, parser, default and help."""
+    return [Flag(name, heading, parser, text, default, frozenset({command})) for name, parser, default, text in flags]
