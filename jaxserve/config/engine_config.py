@@ -13,7 +13,8 @@ from jaxserve.config.policy_config import POLICY_FIELDS, SWAPPING_PREEMPTIONS, P
 
 DTYPES = ("float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
-ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "mosaic_gpu", "mosaic_tpu")
+ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "native_cpu", "mosaic_gpu", "mosaic_tpu")
+MATMUL_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
 MAX_PAGE_SIZE = 256
 
 
@@ -131,6 +132,7 @@ class EngineConfig(PolicyConfig):
     overlap: bool = True
     max_grammar_bytes: int = 1 << 17
     attention_implementation: str = "auto"
+    matmul_implementation: str = "auto"
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
     table_width_buckets: tuple[int, ...] | None = None
@@ -152,6 +154,7 @@ class EngineConfig(PolicyConfig):
         at_least("max_grammar_bytes", self.max_grammar_bytes, 1)
         one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
+        one_of("matmul_implementation", self.matmul_implementation, MATMUL_IMPLEMENTATIONS)
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)
         self.scheduler_config(max_model_len=self.max_model_len or 2, num_pages=self.num_pages or 2)

@@ -13,6 +13,7 @@ from jaxserve.config.engine_config import (
     ATTENTION_IMPLEMENTATIONS,
     DTYPES,
     KV_CACHE_DTYPES,
+    MATMUL_IMPLEMENTATIONS,
     EngineConfig,
     SchedulerConfig,
 )
@@ -194,6 +195,11 @@ FLAGS: tuple[Flag, ...] = (
         ("seed", _INT, "makes seeds drawn for requests without one repeat from run to run; default: fresh ones"),
         ("tensor_parallel_size", _INT, "devices that share the model"),
         ("attention_implementation", ChoiceParser(ATTENTION_IMPLEMENTATIONS), "of paged attention"),
+        (
+            "matmul_implementation",
+            ChoiceParser(MATMUL_IMPLEMENTATIONS),
+            "of products with weights; native_cpu packs them for the processor, auto does so on one CPU device",
+        ),
         ("scan_layers", _BOOL, "one compiled layer body for all layers; default: by device"),
     ),
     *_engine(

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.validation import context_length
 from jaxserve.loading import model_config_of, resolve_model
-from jaxserve.models import ModelConfig, make_params, param_shardings, stack_layers
-from jaxserve.runtime import MemoryPlan, ModelRunner, enable_compile_cache, make_mesh, scans_layers
+from jaxserve.models import ModelConfig, make_params, param_shardings
+from jaxserve.runtime import MemoryPlan, ModelRunner, arrange_weights, enable_compile_cache, make_mesh, weights_form
 
 
 def memory_plan_of(config: EngineConfig) -> MemoryPlan:
@@ -32,14 +32,20 @@ def memory_plan_of(config: EngineConfig) -> MemoryPlan:
 
 def _abstract_params(model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
     """The parameters' shapes, dtypes and shardings."""
-    stacked = scans_layers(config.scan_layers, mesh)
+    form = weights_form(config, mesh)
 
     def shapes() -> Any:
         params = make_params(model_config, lambda weight: jnp.zeros(weight.shape, config.dtype))
-        return stack_layers(params) if stacked else params
+        return arrange_weights(params, form, model_config, mesh)
+
+    if form == "packed":
+        replicated = NamedSharding(mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), jax.eval_shape(shapes)
+        )
 
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(shapes),
-        param_shardings(model_config, mesh, stacked=stacked),
+        param_shardings(model_config, mesh, stacked=form == "stacked"),
     )

@@ -42,8 +42,7 @@ from jaxserve.engine.monitor import EngineMonitor
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.validation import ModelLimits, bad_word_ids, context_length, eos_token_ids, make_requests
 from jaxserve.loading import load_model, resolve_model
-from jaxserve.models import stack_layers
-from jaxserve.runtime import COMPILES, ModelRunner, enable_compile_cache, make_mesh, scans_layers
+from jaxserve.runtime import COMPILES, ModelRunner, arrange_weights, enable_compile_cache, make_mesh, weights_form
 from jaxserve.scheduler import Scheduler, TraceWriter
 from jaxserve.text import CompiledGrammar, Tokenizer, load_tokenizer
 
@@ -82,6 +81,7 @@ class Engine:
             None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer, config.chat_template)
         )
         self._mesh = make_mesh(config.tensor_parallel_size)
+        form = weights_form(config, self._mesh)
         loaded = load_model(
             resolved,
             config.dtype,
@@ -97,7 +97,7 @@ class Engine:
         )
         self.runner = ModelRunner(
             loaded.config,
-            stack_layers(loaded.params) if scans_layers(config.scan_layers, self._mesh) else loaded.params,
+            arrange_weights(loaded.params, form, loaded.config, self._mesh),
             config,
             self.max_model_len,
             self._mesh,

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.matmul import is_packed, packed_matmul
+
 
 def matmul(
     x: jax.Array, kernel: jax.Array, *, transposed: bool = False, out_dtype: jnp.dtype | None = None
@@ -14,12 +16,14 @@ def matmul(
 
     Args:
       x: [N, in].
-      kernel: [in, out], or [out, in] when `transposed`.
+      kernel: [in, out], or [out, in] when `transposed`; or packed (`pallas_kernels.matmul.pack`) from [in, out].
       out_dtype: of the result; x's when None.
 
     Returns:
       [N, out].
     """
+    if is_packed(kernel):
+        return packed_matmul(x, kernel, out_dtype)
     rows = x.shape[0]
     if rows == 1 and x.dtype != jnp.float32:
         # One row takes XLA CPU's matrix-vector path, which for bfloat16 is ten times slower than two rows.

@@ -23,6 +23,7 @@ from jaxserve.models.linear import matmul
 from jaxserve.models.norm import rms_norm
 from jaxserve.models.rope import rope_tables
 from jaxserve.models.weights import Weight, make_params
+from pallas_kernels.matmul import can_pack, is_packed, pack, packed_columns
 
 Params = dict[str, Any]
 
@@ -43,7 +44,8 @@ def forward(
     Returns:
       (hidden [T, d], cache): hidden states before the final norm.
     """
-    x = params["embed"][token_ids]
+    embed = params["embed"]
+    x = packed_columns(embed, token_ids) if is_packed(embed) else embed[token_ids]
     rope = rope_tables(config.rope, config.head_dim, config.max_position_embeddings, positions)
     layers = params["layers"]
     if isinstance(layers, dict):
@@ -98,6 +100,34 @@ def abstract_params(config: ModelConfig, dtype: Any) -> Params:
 def stack_layers(params: Params) -> Params:
     """The tree with its list of layers stacked to arrays `[L, ...]`."""
     return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
+
+
+def pack_kernels(config: ModelConfig, params: Params) -> Params:
+    """The tree with its matrices packed for products on CPU (`pallas_kernels.matmul`), those that have such a form.
+
+    An embedding that is the output layer too is packed as that; a separate one stays. Arrays of `params` are dropped
+    one by one, so that no second copy of the model is in memory; `params` must not be used again.
+    """
+
+    def packed(holder: Params, name: str, *, transposed: bool = False) -> None:
+        matrix = holder[name].T if transposed else holder[name]
+        if can_pack(matrix.shape, matrix.dtype):
+            holder[name] = jax.block_until_ready(pack(matrix))
+
+    def walk(holder: Params) -> None:
+        for name, value in holder.items():
+            if isinstance(value, dict):
+                walk(value)
+            elif name == "kernel":
+                packed(holder, name)
+
+    for layer in params["layers"]:
+        walk(layer)
+    if config.tie_word_embeddings:
+        packed(params, "embed", transposed=True)
+    else:
+        packed(params, "lm_head")
+    return params
 
 
 def _scan_layers(

@@ -3,8 +3,9 @@
 from jaxserve.runtime.compile_cache import enable_compile_cache
 from jaxserve.runtime.compile_counter import COMPILES
 from jaxserve.runtime.memory_plan import MemoryPlan
-from jaxserve.runtime.mesh import make_mesh, scans_layers
+from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.runner import ModelRunner, RowScores, StepHandle, StepOutput
+from jaxserve.runtime.weights_form import arrange_weights, weights_form
 
 __all__ = [
     "COMPILES",
@@ -13,7 +14,8 @@ __all__ = [
     "RowScores",
     "StepHandle",
     "StepOutput",
+    "arrange_weights",
     "enable_compile_cache",
     "make_mesh",
-    "scans_layers",
+    "weights_form",
 ]

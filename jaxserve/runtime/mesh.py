@@ -20,8 +20,3 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
             f" {devices[0].platform} device(s)"
         )
     return Mesh(np.asarray(devices[:tensor_parallel_size]).reshape(1, -1), ("data", "model"))
-
-
-def scans_layers(asked: bool | None, mesh: Mesh) -> bool:
-    """Whether layers are stacked for a scan; unless asked for, not on CPU, where it would copy each layer's weights."""
-    return mesh.devices.flat[0].platform != "cpu" if asked is None else asked

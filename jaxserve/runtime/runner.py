@@ -122,12 +122,13 @@ class ModelRunner:
         self._config = config
         self._mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
+        kv_dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
         self._kv = PoolLayout(
             model_config,
             mesh,
             config.page_size,
-            config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-            choose_implementation(config.attention_implementation, mesh.devices.flat[0].platform),
+            kv_dtype,
+            choose_implementation(config.attention_implementation, mesh.devices.flat[0].platform, kv_dtype),
         )
         self._programs = ProgramTable(self._kv, params, max_num_seqs=config.max_num_seqs, dtype=config.dtype)
         shape = config.scheduler_config(max_model_len=max_model_len, num_pages=2)

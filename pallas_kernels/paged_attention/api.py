@@ -10,6 +10,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common import native
 from pallas_kernels.paged_attention.checks import check_arguments
 
 _LOG = logging.getLogger(__name__)
@@ -17,6 +18,7 @@ _LOG = logging.getLogger(__name__)
 IMPLEMENTATIONS: dict[str, str] = {
     "reference": "pallas_kernels.paged_attention.reference",
     "cpu": "pallas_kernels.paged_attention.cpu",
+    "native_cpu": "pallas_kernels.paged_attention.native_cpu",
     "mosaic_gpu": "pallas_kernels.paged_attention.mosaic_gpu",
     "mosaic_tpu": "pallas_kernels.paged_attention.mosaic_tpu",
 }
@@ -75,7 +77,7 @@ def paged_attention(
       NotImplementedError: the implementation lacks these shapes or dtypes; it names what it supports.
     """
     check_arguments(q, pool, page_table, context_lens, query_starts, scales, sliding_window, sinks)
-    name = choose_implementation(implementation, jax.default_backend())
+    name = choose_implementation(implementation, jax.default_backend(), jnp.dtype(pool.dtype).name)
     if interpret and name not in KERNELS:
         raise ValueError(f"{name} is no Pallas kernel; interpret=True is for {' and '.join(KERNELS)}")
     return load_implementation(name)(
@@ -95,16 +97,17 @@ def paged_attention(
 
 
 @lru_cache(maxsize=64)
-def choose_implementation(implementation: str, backend: str) -> str:
+def choose_implementation(implementation: str, backend: str, pool_dtype: str = "float32") -> str:
     """The implementation used for a request of `implementation` on `backend`; logged once.
 
-    `auto` is `cpu` on CPU, `mosaic_tpu` on TPU, `mosaic_gpu` on NVIDIA GPUs from Hopper on. For any other
-    device there is no kernel: `cpu`, which is plain XLA, runs there, and the log warns.
+    `auto` is `mosaic_tpu` on TPU and `mosaic_gpu` on NVIDIA GPUs from Hopper on. On CPU it is `native_cpu` where numba
+    is installed and the pool's dtype is one of `NATIVE_DTYPES`, else `cpu`. For any other device there is no kernel:
+    `cpu`, which is plain XLA, runs there, and the log warns.
 
     Raises:
       ValueError: there is none of that name.
     """
-    name = _best(backend) if implementation == "auto" else implementation
+    name = _best(backend, pool_dtype) if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"paged attention implementation {implementation!r} does not exist;"
@@ -119,9 +122,9 @@ def load_implementation(name: str) -> Callable[..., jax.Array]:
     return getattr(importlib.import_module(IMPLEMENTATIONS[name]), f"paged_attention_{name}")
 
 
-def _best(backend: str) -> str:
+def _best(backend: str, pool_dtype: str) -> str:
     if backend == "cpu":
-        return "cpu"
+        return "native_cpu" if native.is_available() and pool_dtype in native.NATIVE_DTYPES else "cpu"
     if backend == "tpu":
         return "mosaic_tpu"
     capability = str(getattr(jax.devices(backend)[0], "compute_capability", "none"))

@@ -58,6 +58,7 @@ class Backend:
 BACKENDS = (
     Backend("reference"),
     Backend("cpu"),
+    Backend("native_cpu"),
     Backend("mosaic_gpu", page_size=16, dim=64, dtype="bfloat16"),
     Backend("mosaic_tpu", page_size=16, dim=128, dtype="bfloat16"),
 )

@@ -29,7 +29,7 @@ def test_auto_takes_the_cpu_form_on_cpu():
 
 def test_unknown_implementation_is_refused_with_the_known_ones():
     with pytest.raises(
-        ValueError, match="'mosaic' does not exist; choose auto, reference, cpu, mosaic_gpu, mosaic_tpu"
+        ValueError, match="'mosaic' does not exist; choose auto, reference, cpu, native_cpu, mosaic_gpu, mosaic_tpu"
     ):
         call(make_case([3]), implementation="mosaic")
 

@@ -1,0 +1,266 @@
+"""Custom calls of XLA's CPU backend whose bodies numba compiles.
+
+XLA calls a handler with one pointer, the call frame (`xla/ffi/api/c_api.h` among jaxlib's headers, API version 0).
+`register` makes a handler out of two jitted functions: one says how many items a call has, the other does an item.
+Items are shared among XLA's own threads: the handler gives its pool a task that takes items, and takes items itself,
+so a call ends even if the pool never gets to the task.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic, overload
+
+OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},  # a NaN stays one
+    "error_model": "numpy",
+    "boundscheck": False,
+    "cache": True,
+}
+"""How kernels are compiled."""
+
+INLINE = OPTIONS | {"inline": "always"}
+
+# Words (8 bytes) of XLA_FFI_CallFrame.
+_EXTENSION, _API, _CONTEXT, _ARGUMENTS, _RESULTS, _FRAME_WORDS = 1, 2, 3, 9, 14, 15
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_F32, _BYTES_F32 = 11, 4  # XLA_FFI_DataType_F32
+
+# Words of a call's control block: the two that threads write are on cache lines of their own.
+_TAKEN, _DONE, _FRAME, _PLAN, _CONTROL_WORDS = 0, 8, 9, 10, 16
+_NUM_CONTROLS = 1024
+
+_kept: list[Any] = []
+"""What XLA holds addresses of."""
+
+
+def _api_word(name: str) -> int:
+    """Word of a function in XLA_FFI_Api, by the header that this jaxlib ships."""
+    header = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    body = header[header.index("struct XLA_FFI_Api {") :]
+    names = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", body[: body.index("};")])
+    return 6 + names.index(name)  # after sizes, version and the internal API
+
+
+_SCHEDULE = _api_word("XLA_FFI_ThreadPool_Schedule")
+_NUM_THREADS = _api_word("XLA_FFI_ThreadPool_NumThreads")
+
+
+def _pointer(kind: Any) -> Any:
+    @intrinsic
+    def cast(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(kind).as_pointer())
+
+        return types.CPointer(kind)(types.int64), generate
+
+    return cast
+
+
+pointer_i64 = _pointer(types.int64)
+pointer_i32 = _pointer(types.int32)
+pointer_f32 = _pointer(types.float32)
+pointer_u16 = _pointer(types.uint16)
+
+
+def _bitcast(source: Any, target: Any, llvm_type: Any) -> Any:
+    @intrinsic
+    def cast(typing: Any, x: Any) -> Any:
+        return target(source), lambda context, builder, signature, args: builder.bitcast(args[0], llvm_type)
+
+    return cast
+
+
+bits_to_float = _bitcast(types.uint32, types.float32, ir.FloatType())
+float_to_bits = _bitcast(types.float32, types.uint32, ir.IntType(32))
+
+
+def _atomic(operation: str) -> Any:
+    @intrinsic
+    def change(typing: Any, address: Any, value: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+            return builder.atomic_rmw(operation, pointer, args[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), generate
+
+    return change
+
+
+atomic_add = _atomic("add")
+"""Adds to the word at an address; returns what it was."""
+
+atomic_set = _atomic("xchg")
+"""Writes the word at an address; returns what it was."""
+
+
+@intrinsic
+def _call(typing: Any, function: Any, argument: Any) -> Any:
+    """Calls the C function at an address with one pointer."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        return builder.call(builder.inttoptr(args[0], ir.FunctionType(word, [word]).as_pointer()), [args[1]])
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@njit(inline="always")
+def words(address, count):
+    """int64[count] at an address."""
+    return carray(pointer_i64(address), (count,))
+
+
+@njit(inline="always")
+def argument(frame, index):
+    """Address and sizes int64[rank] of an argument's buffer."""
+    buffer = words(words(frame[_ARGUMENTS], index + 1)[index], 6)
+    return buffer[3], words(buffer[5], buffer[4])
+
+
+@njit(inline="always")
+def result(frame, index):
+    """Address of a result's buffer."""
+    return words(words(frame[_RESULTS], index + 1)[index], 6)[3]
+
+
+@njit(inline="always")
+def result_bytes(frame, index):  # noqa: ANN001, ANN201
+    """Size of a result's buffer of float32 or bfloat16."""
+    buffer = words(words(frame[_RESULTS], index + 1)[index], 6)
+    sizes = words(buffer[5], buffer[4])
+    count = _BYTES_F32 if buffer[2] & 0xFFFFFFFF == _F32 else 2
+    for size in sizes:
+        count *= size
+    return count
+
+
+def load(x: Any) -> Any:
+    """A stored number as float32; bfloat16 is stored as its bits, uint16. For jitted code."""
+    raise NotImplementedError("only in jitted code")
+
+
+@overload(load, inline="always")
+def _load(x):  # noqa: ANN001, ANN202
+    if x == types.uint16:
+        return lambda x: bits_to_float(np.uint32(x) << np.uint32(16))
+    return lambda x: x
+
+
+def store(array: Any, place: Any, x: Any) -> None:
+    """Writes a float32 to a place of a float32 array, or of a uint16 one as the nearest bfloat16. For jitted code."""
+    raise NotImplementedError("only in jitted code")
+
+
+@overload(store, inline="always")
+def _store(array, place, x):  # noqa: ANN001, ANN202
+    if array.dtype != types.uint16:
+
+        def write(array, place, x):  # noqa: ANN001, ANN202
+            array[place] = x
+
+        return write
+
+    def round_and_write(array, place, x):  # noqa: ANN001, ANN202
+        bits = float_to_bits(x)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        array[place] = np.uint16(np.uint32(0x7FC0) if x != x else rounded)
+
+    return round_and_write
+
+
+@njit(inline="always")
+def _answers_metadata(frame):
+    """Whether the call asks for the API's version and not for work; then it is answered."""
+    if frame[_EXTENSION] == 0:
+        return False
+    extension = words(frame[_EXTENSION], 4)
+    if extension[1] & 0xFFFFFFFF != _METADATA:
+        return False
+    metadata = carray(pointer_i32(extension[3]), (9,))
+    metadata[6] = 0  # major version
+    metadata[7] = 1  # minor version
+    metadata[8] = 0  # traits
+    return True
+
+
+@functools.cache
+def _controls() -> int:
+    """Address of the control blocks. The first counts those given out in turn; the others are reused, never freed.
+
+    A task that the pool runs late finds a block whose items are all taken, or helps the call that has it now.
+    """
+    size = 8 * _CONTROL_WORDS
+    blocks = np.zeros((_NUM_CONTROLS + 1) * _CONTROL_WORDS, np.int64)
+    _kept.append(blocks)
+    return -(-blocks.ctypes.data // size) * size
+
+
+def register(name: str, plan_items: Any, run_item: Any) -> None:
+    """Makes a custom call `name` of XLA's CPU backend.
+
+    Args:
+      name: of the target.
+      plan_items: jitted `plan_items(frame, threads) -> int64[1 + N]`: the number of items, then what `run_item`
+        needs; the array lives until the last item is done.
+      run_item: jitted `run_item(frame, plan, item)`, on any thread; `plan` is the array's address.
+    """
+    controls = _controls()
+
+    @cfunc(types.int64(types.int64))
+    def task(control):
+        block = words(control, _CONTROL_WORDS)
+        while True:
+            ticket = atomic_add(control + 8 * _TAKEN, 1)  # items there are << 32 | items taken
+            item = ticket & 0xFFFFFFFF
+            if item >= ticket >> 32:
+                return 0
+            run_item(words(block[_FRAME], _FRAME_WORDS), block[_PLAN], item)
+            atomic_add(control + 8 * _DONE, 1)
+
+    task_address = task.address
+
+    @cfunc(types.int64(types.int64))
+    def handler(frame_address):
+        frame = words(frame_address, _FRAME_WORDS)
+        if _answers_metadata(frame):
+            return 0
+        api = words(frame[_API], _NUM_THREADS + 1)
+        threads = np.ones(1, np.int64)
+        request = np.zeros(5, np.int64)
+        request[0] = 32  # bytes of XLA_FFI_ThreadPool_NumThreads_Args
+        request[2] = frame[_CONTEXT]
+        request[3] = threads.ctypes.data
+        _call(api[_NUM_THREADS], request.ctypes.data)
+        plan = plan_items(frame, threads[0])
+        count = plan[0]
+        if count <= 1 or threads[0] == 1:
+            for item in range(count):
+                run_item(frame, plan.ctypes.data, item)
+            return plan[0] * 0  # the plan lives until here
+        control = controls + 8 * _CONTROL_WORDS * (1 + atomic_add(controls, 1) % (_NUM_CONTROLS - 1))
+        block = words(control, _CONTROL_WORDS)
+        block[_FRAME] = frame_address
+        block[_PLAN] = plan.ctypes.data
+        atomic_set(control + 8 * _DONE, 0)
+        atomic_set(control + 8 * _TAKEN, count << 32)
+        request[0] = 40  # bytes of XLA_FFI_ThreadPool_Schedule_Args
+        request[3] = task_address
+        request[4] = control
+        for _ in range(min(threads[0], count) - 1):
+            _call(api[_SCHEDULE], request.ctypes.data)
+        _call(task_address, control)
+        while atomic_add(control + 8 * _DONE, 0) < count:
+            pass
+        return plan[0] * 0
+
+    _kept.extend((task, handler))
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")

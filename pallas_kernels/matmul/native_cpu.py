@@ -1,0 +1,117 @@
+"""Products with packed matrices on CPUs, compiled by numba and called by XLA.
+
+A group of 32 columns of a packed matrix lies in one piece and is read from one end to the other, once per tile of
+rows; it is small enough to stay in the nearest caches meanwhile. Groups are shared among threads. A row's sums run
+over the inner dimension in one order, so its result has the same bits whatever rows are computed beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import carray, njit
+
+from pallas_kernels.common.cpu_calls import (
+    OPTIONS,
+    argument,
+    pointer_f32,
+    pointer_u16,
+    register,
+    result,
+    store,
+    words,
+)
+from pallas_kernels.matmul.tile import COLUMNS, ROWS, make_tile
+
+ITEMS_PER_THREAD = 4
+
+STEP_BYTES = 4
+"""A step is one float32 or two bfloat16."""
+
+_HIGH, _MIDDLE, _LOW, _ONE = (ROWS[min(index, len(ROWS) - 1)] for index in range(4))
+_high_tile, _middle_tile, _low_tile, _one_tile = map(make_tile, (_HIGH, _MIDDLE, _LOW, _ONE))
+
+
+@njit(**OPTIONS)
+def _plan_items(frame, threads):  # noqa: ANN001, ANN202
+    groups = argument(frame, 1)[1][0]
+    plan = np.empty(2, np.int64)
+    plan[1] = max(1, groups // (ITEMS_PER_THREAD * threads))
+    plan[0] = (groups + plan[1] - 1) // plan[1]
+    return plan
+
+
+@njit(**OPTIONS)
+def _multiply(kind, x, rows, steps, matrix, out, first, end):  # noqa: ANN001, ANN202
+    """Groups [first, end) of the columns; `x` and `matrix` are addresses, `kind` is as for a tile."""
+    scratch = np.empty((_HIGH, COLUMNS), np.float32)
+    to, stride = scratch.ctypes.data, STEP_BYTES * steps
+    for group in range(first, end):
+        w = matrix + group * steps * STEP_BYTES * COLUMNS
+        row = 0
+        while row < rows:
+            left, here = rows - row, x + row * stride
+            if left >= _HIGH:
+                _high_tile(kind, here, stride, w, steps, to, 4 * COLUMNS)
+                done = _HIGH
+            elif left >= _MIDDLE:
+                _middle_tile(kind, here, stride, w, steps, to, 4 * COLUMNS)
+                done = _MIDDLE
+            elif left >= _LOW:
+                _low_tile(kind, here, stride, w, steps, to, 4 * COLUMNS)
+                done = _LOW
+            else:
+                _one_tile(kind, here, stride, w, steps, to, 4 * COLUMNS)
+                done = _ONE
+            for i in range(done):
+                target = out[row + i, group * COLUMNS : (group + 1) * COLUMNS]
+                for j in range(COLUMNS):
+                    store(target, j, scratch[i, j])
+            row += done
+
+
+@njit(**OPTIONS)
+def _sizes(frame, plan, item, elements):  # noqa: ANN001, ANN202
+    """Address of x, rows, steps, address of the matrix, columns, and the item's groups."""
+    x, shape = argument(frame, 0)
+    matrix, packed = argument(frame, 1)
+    size = words(plan, 2)[1]
+    end = min(packed[0], (item + 1) * size)
+    return x, shape[0], shape[1] // elements, matrix, packed[0] * COLUMNS, item * size, end
+
+
+@njit(**OPTIONS)
+def _float32_float32(frame, plan, item):  # noqa: ANN001, ANN202
+    x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 1)
+    out = carray(pointer_f32(result(frame, 0)), (rows, columns))
+    _multiply(np.float32(0), x, rows, steps, matrix, out, first, end)
+
+
+@njit(**OPTIONS)
+def _bfloat16_float32(frame, plan, item):  # noqa: ANN001, ANN202
+    x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
+    out = carray(pointer_f32(result(frame, 0)), (rows, columns))
+    _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)
+
+
+@njit(**OPTIONS)
+def _bfloat16_bfloat16(frame, plan, item):  # noqa: ANN001, ANN202
+    x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
+    out = carray(pointer_u16(result(frame, 0)), (rows, columns))
+    _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)
+
+
+_CALLS = {
+    ("float32", "float32"): _float32_float32,
+    ("bfloat16", "float32"): _bfloat16_float32,
+    ("bfloat16", "bfloat16"): _bfloat16_bfloat16,
+}
+
+
+@functools.cache
+def call_name(dtype: str, out_dtype: str) -> str:
+    """The custom call for x and matrix of `dtype`; compiled when first asked for."""
+    name = f"pallas_kernels.matmul.{dtype}.{out_dtype}"
+    register(name, _plan_items, _CALLS[dtype, out_dtype])
+    return name

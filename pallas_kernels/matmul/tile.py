@@ -1,0 +1,111 @@
+"""The inner loop of a packed matrix product: a tile of rows times 32 columns, accumulated in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+COLUMNS = 32
+
+_LANES = 16
+_FLOATS, _INTS = ir.VectorType(ir.FloatType(), _LANES), ir.VectorType(ir.IntType(32), _LANES)
+_WORD = ir.IntType(64)
+
+_FEATURES = llvm.get_host_cpu_features()
+HAS_BF16_DOT = bool(_FEATURES.get("avx512bf16"))
+ROWS = (12, 8, 4, 1) if _FEATURES.get("avx512f") else (2, 1)
+"""Rows of the tiles there are: as many as keep accumulators in registers."""
+
+llvm.initialize_native_asmparser()
+
+
+def make_tile(rows: int) -> Any:
+    """The jitted `tile(kind, x, x_stride, w, steps, out, out_stride)`; all but `kind` are addresses or bytes.
+
+    A step is one float32 or two bfloat16 of each row, and 32 floats or pairs of `w`, which lie one after the other.
+    `out` is float32. `kind` is any number of x's type: float32, or uint16 for bfloat16, whose products are exact and
+    summed as float32, two at a time where the processor has an instruction for it.
+    """
+    vectors = range(COLUMNS // _LANES)
+
+    @intrinsic
+    def tile(typing: Any, kind: Any, x: Any, x_stride: Any, w: Any, steps: Any, out: Any, out_stride: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _, x, x_stride, w, steps, out, out_stride = args
+            step = _float_step if kind == types.float32 else _BF16_STEP
+            starts = [builder.add(x, builder.mul(x_stride, _word(row))) for row in range(rows)]
+            before = builder.block
+            loop, after = builder.append_basic_block("steps"), builder.append_basic_block("done")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            index = builder.phi(_WORD)
+            index.add_incoming(_word(0), before)
+            sums = [[builder.phi(_FLOATS) for _ in vectors] for _ in range(rows)]
+            place = builder.add(w, builder.mul(index, _word(4 * COLUMNS)))
+            weights = [_load(builder, builder.add(place, _word(4 * _LANES * v)), _INTS) for v in vectors]
+            ends = []
+            for row in range(rows):
+                pair = _load(builder, builder.add(starts[row], builder.mul(index, _word(4))), ir.IntType(32))
+                ends.append([step(builder, sums[row][v], pair, weights[v]) for v in vectors])
+            following = builder.add(index, _word(1))
+            index.add_incoming(following, loop)
+            for row in range(rows):
+                for v in vectors:
+                    sums[row][v].add_incoming(ir.Constant(_FLOATS, [0.0] * _LANES), before)
+                    sums[row][v].add_incoming(ends[row][v], loop)
+            builder.cbranch(builder.icmp_signed("<", following, steps), loop, after)
+            builder.position_at_end(after)
+            for row in range(rows):
+                for v in vectors:
+                    place = builder.add(out, builder.add(builder.mul(out_stride, _word(row)), _word(4 * _LANES * v)))
+                    builder.store(ends[row][v], builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(kind, *(types.int64,) * 6), generate
+
+    return tile
+
+
+def _word(value: int) -> Any:
+    return ir.Constant(_WORD, value)
+
+
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
+
+
+def _spread(builder: Any, x: Any) -> Any:
+    """A number in every lane."""
+    kind = ir.VectorType(x.type, _LANES)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * _LANES))
+
+
+def _float_step(builder: Any, total: Any, x: Any, w: Any) -> Any:
+    x, w = builder.bitcast(_spread(builder, x), _FLOATS), builder.bitcast(w, _FLOATS)
+    return _multiply_add(builder, x, w, total)
+
+
+def _dot_step(builder: Any, total: Any, x: Any, w: Any) -> Any:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _INTS, _INTS])
+    return builder.call(ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v"), [total, _spread(builder, x), w])
+
+
+def _widening_step(builder: Any, total: Any, x: Any, w: Any) -> Any:
+    shift, mask = ir.Constant(_INTS, [16] * _LANES), ir.Constant(_INTS, [0xFFFF0000] * _LANES)
+    x = _spread(builder, x)
+    for half in (lambda v: builder.shl(v, shift), lambda v: builder.and_(v, mask)):
+        total = _multiply_add(builder, builder.bitcast(half(x), _FLOATS), builder.bitcast(half(w), _FLOATS), total)
+    return total
+
+
+def _multiply_add(builder: Any, x: Any, w: Any, total: Any) -> Any:
+    """One instruction where there is one."""
+    return builder.fadd(builder.fmul(x, w, flags=("contract",)), total, flags=("contract",))
+
+
+_BF16_STEP = _dot_step if HAS_BF16_DOT else _widening_step
