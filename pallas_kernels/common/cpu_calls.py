@@ -133,7 +133,7 @@ def result(frame, index):
 
 
 @njit(inline="always")
-def result_bytes(frame, index):  # noqa: ANN001, ANN201
+def result_bytes(frame, index):
     """Size of a result's buffer of float32 or bfloat16."""
     buffer = words(words(frame[_RESULTS], index + 1)[index], 6)
     sizes = words(buffer[5], buffer[4])
@@ -149,7 +149,7 @@ def load(x: Any) -> Any:
 
 
 @overload(load, inline="always")
-def _load(x):  # noqa: ANN001, ANN202
+def _load(x):
     if x == types.uint16:
         return lambda x: bits_to_float(np.uint32(x) << np.uint32(16))
     return lambda x: x
@@ -161,15 +161,15 @@ def store(array: Any, place: Any, x: Any) -> None:
 
 
 @overload(store, inline="always")
-def _store(array, place, x):  # noqa: ANN001, ANN202
+def _store(array, place, x):
     if array.dtype != types.uint16:
 
-        def write(array, place, x):  # noqa: ANN001, ANN202
+        def write(array, place, x):
             array[place] = x
 
         return write
 
-    def round_and_write(array, place, x):  # noqa: ANN001, ANN202
+    def round_and_write(array, place, x):
         bits = float_to_bits(x)
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
         array[place] = np.uint16(np.uint32(0x7FC0) if x != x else rounded)

@@ -34,7 +34,7 @@ _high_tile, _middle_tile, _low_tile, _one_tile = map(make_tile, (_HIGH, _MIDDLE,
 
 
 @njit(**OPTIONS)
-def _plan_items(frame, threads):  # noqa: ANN001, ANN202
+def _plan_items(frame, threads):
     groups = argument(frame, 1)[1][0]
     plan = np.empty(2, np.int64)
     plan[1] = max(1, groups // (ITEMS_PER_THREAD * threads))
@@ -43,7 +43,7 @@ def _plan_items(frame, threads):  # noqa: ANN001, ANN202
 
 
 @njit(**OPTIONS)
-def _multiply(kind, x, rows, steps, matrix, out, first, end):  # noqa: ANN001, ANN202
+def _multiply(kind, x, rows, steps, matrix, out, first, end):
     """Groups [first, end) of the columns; `x` and `matrix` are addresses, `kind` is as for a tile."""
     scratch = np.empty((_HIGH, COLUMNS), np.float32)
     to, stride = scratch.ctypes.data, STEP_BYTES * steps
@@ -72,7 +72,7 @@ def _multiply(kind, x, rows, steps, matrix, out, first, end):  # noqa: ANN001, A
 
 
 @njit(**OPTIONS)
-def _sizes(frame, plan, item, elements):  # noqa: ANN001, ANN202
+def _sizes(frame, plan, item, elements):
     """Address of x, rows, steps, address of the matrix, columns, and the item's groups."""
     x, shape = argument(frame, 0)
     matrix, packed = argument(frame, 1)
@@ -82,21 +82,21 @@ def _sizes(frame, plan, item, elements):  # noqa: ANN001, ANN202
 
 
 @njit(**OPTIONS)
-def _float32_float32(frame, plan, item):  # noqa: ANN001, ANN202
+def _float32_float32(frame, plan, item):
     x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 1)
     out = carray(pointer_f32(result(frame, 0)), (rows, columns))
     _multiply(np.float32(0), x, rows, steps, matrix, out, first, end)
 
 
 @njit(**OPTIONS)
-def _bfloat16_float32(frame, plan, item):  # noqa: ANN001, ANN202
+def _bfloat16_float32(frame, plan, item):
     x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
     out = carray(pointer_f32(result(frame, 0)), (rows, columns))
     _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)
 
 
 @njit(**OPTIONS)
-def _bfloat16_bfloat16(frame, plan, item):  # noqa: ANN001, ANN202
+def _bfloat16_bfloat16(frame, plan, item):
     x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
     out = carray(pointer_u16(result(frame, 0)), (rows, columns))
     _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)

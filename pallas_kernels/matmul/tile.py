@@ -23,12 +23,16 @@ ROWS = (12, 8, 4, 1) if _FEATURES.get("avx512f") else (2, 1)
 llvm.initialize_native_asmparser()
 
 
-def make_tile(rows: int) -> Any:
+def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
     """The jitted `tile(kind, x, x_stride, w, steps, out, out_stride)`; all but `kind` are addresses or bytes.
 
     A step is one float32 or two bfloat16 of each row, and 32 floats or pairs of `w`, which lie one after the other.
     `out` is float32. `kind` is any number of x's type: float32, or uint16 for bfloat16, whose products are exact and
-    summed as float32, two at a time where the processor has an instruction for it.
+    summed as float32.
+
+    Args:
+      rows: of the tile.
+      has_dot: whether the processor has an instruction that adds two products of bfloat16 to a float32.
     """
     vectors = range(COLUMNS // _LANES)
 
@@ -36,7 +40,7 @@ def make_tile(rows: int) -> Any:
     def tile(typing: Any, kind: Any, x: Any, x_stride: Any, w: Any, steps: Any, out: Any, out_stride: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _, x, x_stride, w, steps, out, out_stride = args
-            step = _float_step if kind == types.float32 else _BF16_STEP
+            step = _float_step if kind == types.float32 else _dot_step if has_dot else _widening_step
             starts = [builder.add(x, builder.mul(x_stride, _word(row))) for row in range(rows)]
             before = builder.block
             loop, after = builder.append_basic_block("steps"), builder.append_basic_block("done")
@@ -106,6 +110,3 @@ def _widening_step(builder: Any, total: Any, x: Any, w: Any) -> Any:
 def _multiply_add(builder: Any, x: Any, w: Any, total: Any) -> Any:
     """One instruction where there is one."""
     return builder.fadd(builder.fmul(x, w, flags=("contract",)), total, flags=("contract",))
-
-
-_BF16_STEP = _dot_step if HAS_BF16_DOT else _widening_step

@@ -74,10 +74,13 @@ def paged_attention(
     Raises:
       ValueError: shapes or dtypes do not fit together, the implementation does not exist, or it is to be
         interpreted and is no kernel.
+      ImportError: native_cpu without numba.
       NotImplementedError: the implementation lacks these shapes or dtypes; it names what it supports.
     """
     check_arguments(q, pool, page_table, context_lens, query_starts, scales, sliding_window, sinks)
     name = choose_implementation(implementation, jax.default_backend(), jnp.dtype(pool.dtype).name)
+    if name == "native_cpu":
+        native.require()
     if interpret and name not in KERNELS:
         raise ValueError(f"{name} is no Pallas kernel; interpret=True is for {' and '.join(KERNELS)}")
     return load_implementation(name)(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.common import native
 from pallas_kernels.paged_attention import check_page_table, choose_implementation, paged_attention
 from pallas_kernels.paged_attention.specs import SPECS
 from tests.kernels.cases import make_case
@@ -22,9 +23,14 @@ def call(case, **options):
     return paged_attention(values.pop("q"), pool, layer, **values)
 
 
-def test_auto_takes_the_cpu_form_on_cpu():
-    assert choose_implementation("auto", "cpu") == "cpu"
+def test_auto_takes_the_kernel_of_the_backend(monkeypatch):
     assert choose_implementation("auto", "tpu") == "mosaic_tpu"
+    assert choose_implementation("auto", "cpu", "bfloat16") == "native_cpu"
+    assert choose_implementation("auto", "cpu", "int8") == "cpu"
+    choose_implementation.cache_clear()
+    monkeypatch.setattr(native, "is_available", lambda: False)
+    assert choose_implementation("auto", "cpu", "bfloat16") == "cpu"
+    choose_implementation.cache_clear()
 
 
 def test_unknown_implementation_is_refused_with_the_known_ones():
