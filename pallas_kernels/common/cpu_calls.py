@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ _F32, _BYTES_F32 = 11, 4  # XLA_FFI_DataType_F32
 _TAKEN, _DONE, _FRAME, _PLAN, _CONTROL_WORDS = 0, 8, 9, 10, 16
 _NUM_CONTROLS = 1024
 
+_lock = threading.Lock()
+_registered: set[str] = set()
 _kept: list[Any] = []
 """What XLA holds addresses of."""
 
@@ -205,7 +208,7 @@ def _controls() -> int:
 
 
 def register(name: str, plan_items: Any, run_item: Any) -> None:
-    """Makes a custom call `name` of XLA's CPU backend.
+    """Makes a custom call `name` of XLA's CPU backend, unless there is one already; from any thread.
 
     Args:
       name: of the target.
@@ -213,6 +216,13 @@ def register(name: str, plan_items: Any, run_item: Any) -> None:
         needs; the array lives until the last item is done.
       run_item: jitted `run_item(frame, plan, item)`, on any thread; `plan` is the array's address.
     """
+    with _lock:
+        if name not in _registered:
+            _register(name, plan_items, run_item)
+            _registered.add(name)
+
+
+def _register(name: str, plan_items: Any, run_item: Any) -> None:
     controls = _controls()
 
     @cfunc(types.int64(types.int64))

@@ -7,8 +7,6 @@ over the inner dimension in one order, so its result has the same bits whatever 
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 from numba import carray, njit
 
@@ -109,7 +107,6 @@ _CALLS = {
 }
 
 
-@functools.cache
 def call_name(dtype: str, out_dtype: str) -> str:
     """The custom call for x and matrix of `dtype`; compiled when first asked for."""
     name = f"pallas_kernels.matmul.{dtype}.{out_dtype}"

@@ -10,8 +10,6 @@ sequence, products are taken in groups of four keys aligned to the page, and wha
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -350,7 +348,6 @@ _CALLS = {
 }
 
 
-@functools.cache
 def _call_name(dtype: str, pool_dtype: str) -> str:
     """The custom call for queries and pool of these types; compiled when first asked for."""
     name = f"pallas_kernels.paged_attention.{dtype}.{pool_dtype}"
