@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 OPTIONS: dict[str, Any] = {
@@ -103,6 +104,22 @@ atomic_add = _atomic("add")
 
 atomic_set = _atomic("xchg")
 """Writes the word at an address; returns what it was."""
+
+
+@intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Asks for the cache line at an address, which is needed soon."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        options = [ir.Constant(number, value) for value in (0, 2, 1)]  # to read, into the second cache, data
+        builder.call(function, [builder.inttoptr(args[0], pointer), *options])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 @intrinsic

@@ -21,6 +21,7 @@ from pallas_kernels.common.cpu_calls import (
     argument,
     bits_to_float,
     load,
+    prefetch,
     pointer_f32,
     pointer_i32,
     pointer_u16,
@@ -160,6 +161,16 @@ def _read_block(pool, layer, pages, part, head, first, start, stop, block):
 
 
 @njit(**OPTIONS)
+def _fetch_block(pool, layer, pages, part, head, first, end):
+    """Asks for the pages of tokens [first, end) before they are read: memory answers while another block is computed."""
+    page_size = pool.shape[4]
+    for page in range(first // page_size, (end + page_size - 1) // page_size):
+        piece = pool[layer, pages[page], part, head]
+        for line in range(0, piece.nbytes, 64):
+            prefetch(piece.ctypes.data + line)
+
+
+@njit(**OPTIONS)
 def _attend(q, pool, layer, pages, head, begin, count, position, scale, window, softcap, sinks, out):
     """Queries [begin, begin + count) of one row, the first at `position`, over KV head `head`."""
     dim = q.shape[2]
@@ -179,10 +190,12 @@ def _attend(q, pool, layer, pages, head, begin, count, position, scale, window, 
         if sinks.shape[0] and sinks[h] > _NEVER:
             tops[i], totals[i] = sinks[h], np.float32(1)
     end = position + count
+    _fetch_block(pool, layer, pages, 0, head, max(position - window + 1, 0), min(end, KEY_BLOCK))
     first = max(position - window + 1, 0) // KEY_BLOCK * KEY_BLOCK
     while first < end:
         held_from = max(position - window + 1 - first, 0)
         held_to = min(end - first, KEY_BLOCK)
+        _fetch_block(pool, layer, pages, 1, head, first + held_from, first + held_to)
         _read_block(pool, layer, pages, 0, head, first, held_from, held_to, block)
         for tile in range(tiles):
             newest = position + min((4 * tile + 3) // group, count - 1)
@@ -212,6 +225,7 @@ def _attend(q, pool, layer, pages, head, begin, count, position, scale, window, 
             tops[i], totals[i] = top, totals[i] * keep + _exponentials(row, top)
             for d in range(dim):
                 sums[i, d] *= keep
+        _fetch_block(pool, layer, pages, 0, head, first + KEY_BLOCK, min(end, first + 2 * KEY_BLOCK))
         _read_block(pool, layer, pages, 1, head, first, held_from, held_to, block)
         for tile in range(tiles):
             newest = position + min((4 * tile + 3) // group, count - 1)
