@@ -21,10 +21,10 @@ from pallas_kernels.common.cpu_calls import (
     argument,
     bits_to_float,
     load,
-    prefetch,
     pointer_f32,
     pointer_i32,
     pointer_u16,
+    prefetch,
     register,
     result,
     result_bytes,
@@ -162,7 +162,7 @@ def _read_block(pool, layer, pages, part, head, first, start, stop, block):
 
 @njit(**OPTIONS)
 def _fetch_block(pool, layer, pages, part, head, first, end):
-    """Asks for the pages of tokens [first, end) before they are read: memory answers while another block is computed."""
+    """Asks for the pages of tokens [first, end), which memory gives while another block is computed."""
     page_size = pool.shape[4]
     for page in range(first // page_size, (end + page_size - 1) // page_size):
         piece = pool[layer, pages[page], part, head]
