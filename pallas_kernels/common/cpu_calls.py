@@ -21,11 +21,21 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+
+def _can_keep(function: Any) -> bool:
+    """Whether there is a place on disk for compiled functions: beside the package, or in the user's cache."""
+    try:
+        njit(cache=True)(function)
+    except RuntimeError:
+        return False
+    return True
+
+
 OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},  # a NaN stays one
     "error_model": "numpy",
     "boundscheck": False,
-    "cache": True,
+    "cache": _can_keep(lambda: None),
 }
 """How kernels are compiled."""
 
