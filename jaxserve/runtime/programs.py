@@ -8,6 +8,7 @@ that no step keeps a second copy of it.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -24,6 +25,9 @@ from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state,
 from jaxserve.runtime.steps import Forwarded, make_step, sample_step
 from jaxserve.tables import Bucket, TableLayout
 from jaxserve.tables.layout import SAMPLE_INTS, SAMPLING_FLOATS
+
+COMPILE_THREADS = max(2, min(8, os.cpu_count() or 2))
+"""Programs compiled at once: tracing holds the interpreter, XLA does not; each takes memory while it is compiled."""
 
 Progress = Callable[[int, int, str], None]
 """Called with done, total and what was done last."""
@@ -154,7 +158,7 @@ class ProgramTable:
         return max(_workspace(program), logits_bytes + _workspace(sampler)) + max_steps_ahead * left
 
     def warm_up(self, buckets: list[Bucket], num_pages: int, progress: Progress | None = None) -> None:
-        """Compiles every bucket, their samplers and the placement program; two at a time, largest first.
+        """Compiles every bucket, their samplers and the placement program; several at a time, largest first.
 
         Raises:
           JaxserveError: a program would not update the pool in place.
@@ -169,7 +173,7 @@ class ProgramTable:
         )
         if progress:
             progress(1, total, "slot placement")
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="compile") as threads:
+        with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as threads:
             waiting: dict[Future[Any], Bucket | int] = {
                 threads.submit(self._measured_or_compiled, b, num_pages): b for b in reversed(buckets)
             }

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import MissingBucketError
+from jaxserve.scheduler.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,6 +64,7 @@ class BucketTable:
         prefill: tuple[int, ...] | None = None,
         widths: tuple[int, ...] | None = None,
     ) -> None:
+        self._page_size = config.page_size
         self._max_prefill_seqs = config.max_prefill_seqs
         # The budget counts decode rows too, but a prefill-only plan may use all of it.
         max_prefill = min(config.max_num_batched_tokens, config.prefill_chunk * config.max_prefill_seqs)
@@ -91,6 +93,12 @@ class BucketTable:
         beside = self._rows_beside(tokens)
         return self._mixed(beside[-1] if decode_rows else beside[0], tokens, width)
 
+    def of_plan(self, plan: StepPlan) -> Bucket:
+        """The smallest bucket holding `plan`, which is not empty; see `choose`."""
+        longest = max(max(plan.decode.positions, default=-1) + 1, *(chunk.end for chunk in plan.prefill), 0)
+        tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        return self.choose(decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size))
+
     def all(self) -> list[Bucket]:
         """Every bucket, largest last: what warm-up compiles."""
         buckets = [Bucket(rows, 0, 0, width) for rows in self.decode for width in self.widths]
@@ -113,6 +121,12 @@ class BucketTable:
         if index == len(sizes):
             raise MissingBucketError(f"a plan needs {what} {need}; the largest compiled one is {sizes[-1]}")
         return sizes[index]
+
+
+def num_programs(buckets: list[Bucket]) -> int:
+    """Programs that an engine with these buckets compiles: their steps, a sampler per number of rows, the placement of
+    a request in its slot."""
+    return len(buckets) + len({bucket.sample_rows for bucket in buckets}) + 1
 
 
 def _powers(limit: int, first: int, ratio: int) -> tuple[int, ...]:

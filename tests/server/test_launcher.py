@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -15,6 +16,7 @@ import time
 import httpx
 import pytest
 
+from jaxserve.bench.startup import startup_figures
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.server.console import curl_line
@@ -227,6 +229,9 @@ def test_under_json_every_line_of_the_command_is_an_object(start, tiny_model_dir
     ).ready()
     body = {"prompt": "not to be logged", "max_tokens": 5, "request_id": "one", "ignore_eos": True}
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+    took = startup_figures(httpx.get(f"{server.url}/metrics").text)
+    assert took["weights_s"] > 0 and took["programs_s"] > 0
+    assert 50 < took["weights_peak_mib"] <= took["peak_mib"]
     until(lambda: any('"logger":"jaxserve.server.stats"' in line for line in server.errors), what="a stats line")
     server.process.send_signal(signal.SIGTERM)
     assert server.wait(30) == 0
@@ -234,6 +239,10 @@ def test_under_json_every_line_of_the_command_is_an_object(start, tiny_model_dir
     (request,) = [record for record in records if record["logger"] == "jaxserve.server.requests"]
     assert (request["request_id"], request["output_tokens"], request["status"]) == ("one", 5, 200)
     assert any("memory: KV pool" in record["message"] for record in records)
+    assert all(
+        any(re.search(begin + r".* s; peak memory \d+\.\d MB", record["message"]) for record in records)
+        for begin in ("weights: ", "warm-up: ", "tiny is ready after ")
+    )
     assert "not to be logged" not in "".join(server.errors)
 
 
