@@ -103,19 +103,25 @@ class StartupDisplay:
             self._console.print(done_in, highlight=False)
 
 
-def show_plan(rows: Sequence[tuple[str, str]], file: TextIO | None = None, console: Console | None = None) -> None:
-    """Writes a memory plan: a table on a terminal, plain lines elsewhere.
+def show_plan(
+    rows: Sequence[tuple[str, str]],
+    file: TextIO | None = None,
+    console: Console | None = None,
+    about: str = "memory",
+) -> None:
+    """Writes a part of what is planned: a table on a terminal, plain lines elsewhere.
 
     Args:
       rows: label and value of each line.
       file: where, unless there is a `console`.
+      about: what it plans; every plain line begins with it.
     """
     console = console or Console(file=file)
     if not console.is_terminal:
         for label, value in rows:
-            console.print(f"memory: {label}: {value}", highlight=False, soft_wrap=True)
+            console.print(f"{about}: {label}: {value}", highlight=False, soft_wrap=True)
         return
-    table = Table(title="Memory plan", title_justify="left", show_header=False)
+    table = Table(title=f"{about.capitalize()} plan", title_justify="left", show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
     for label, value in rows:

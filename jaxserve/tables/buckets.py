@@ -69,7 +69,7 @@ class BucketTable:
         # The budget counts decode rows too, but a prefill-only plan may use all of it.
         max_prefill = min(config.max_num_batched_tokens, config.prefill_chunk * config.max_prefill_seqs)
         self.decode = _sizes("decode_buckets", decode or _powers(config.max_num_seqs, 8, 4), config.max_num_seqs)
-        self.prefill = _sizes("prefill_buckets", prefill or _powers(max_prefill, 32, 4), max_prefill)
+        self.prefill = _sizes("prefill_buckets", prefill or _half_then_quarters(max_prefill, 64), max_prefill)
         width = config.pages_per_seq
         first = max(1, 512 // config.page_size)
         self.widths = _sizes("table_width_buckets", widths or _powers(width, first, 4), width)
@@ -137,6 +137,19 @@ def _powers(limit: int, first: int, ratio: int) -> tuple[int, ...]:
         sizes.append(size)
         size *= ratio
     return (*sizes, limit)
+
+
+def _half_then_quarters(limit: int, least: int) -> tuple[int, ...]:
+    """Half of `limit`, then a quarter of that, and so on while at least `least`, in whole eights; then `limit`.
+
+    The rest of a prompt, or of several, is spread evenly below the limit, so the step next to it saves the most.
+    """
+    sizes = [limit]
+    size = limit // 2
+    while size >= least:
+        sizes.append(-(-size // 8) * 8)
+        size //= 4
+    return tuple(reversed(sizes))
 
 
 def _sizes(name: str, sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:

@@ -210,8 +210,13 @@ def test_the_dry_run_has_the_plan_of_the_server_or_says_why_there_is_none(capsys
     assert {key: plan[key] for key in ("weights_bytes", "kv_bytes", "state_bytes", "workspace_bytes")} == {
         key: getattr(loaded, key) for key in ("weights_bytes", "kv_bytes", "state_bytes", "workspace_bytes")
     }
+    assert (plan["decode_buckets"], plan["prefill_buckets"], plan["table_width_buckets"]) == ([4], [64], [8])
+    # Steps of decode alone and beside 64 prompt tokens, their samplers, slot placement.
+    assert plan["num_programs"] == 2 + 2 + 1
     assert dry_run(config, "text") == 0
-    assert "memory: KV pool: 80 pages" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "memory: KV pool: 80 pages" in text
+    assert "programs: prefill tokens (prefill_buckets): 64" in text and "programs: to compile: 5" in text
     assert dry_run(dataclasses.replace(config, num_pages=10**9), "text") == 1
     assert "lower num_pages or raise memory_fraction" in capsys.readouterr().err
     assert dry_run(dataclasses.replace(config, model=str(tmp_path)), "text") == 1
