@@ -23,7 +23,7 @@ from jaxserve.models import partition_spec
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout, gather_pages, scatter_pages
 from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row
 from jaxserve.runtime.steps import Forwarded, make_step, sample_step
-from jaxserve.tables import Bucket, TableLayout
+from jaxserve.tables import Bucket, TableLayout, num_programs
 from jaxserve.tables.layout import SAMPLE_INTS, SAMPLING_FLOATS
 
 COMPILE_THREADS = max(2, min(8, os.cpu_count() or 2))
@@ -164,7 +164,8 @@ class ProgramTable:
           JaxserveError: a program would not update the pool in place.
         """
         rows = sorted({bucket.sample_rows for bucket in buckets}.difference(self._samplers), reverse=True)
-        total = len(buckets) + len(rows) + 1
+        total = num_programs(buckets)
+        before = total - len(buckets) - len(rows)  # slot placement, and a sampler that was measured
         pool = self._kv.abstract(num_pages)
         self._place = (
             jax.jit(place_row, donate_argnums=0, out_shardings=jax.tree.map(lambda _: self._replicated, self._state))
@@ -172,13 +173,13 @@ class ProgramTable:
             .compile()
         )
         if progress:
-            progress(1, total, "slot placement")
+            progress(before, total, "slot placement")
         with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as threads:
             waiting: dict[Future[Any], Bucket | int] = {
                 threads.submit(self._measured_or_compiled, b, num_pages): b for b in reversed(buckets)
             }
             waiting |= {threads.submit(self.compile_sampler, count): count for count in rows}
-            for done, future in enumerate(as_completed(waiting), start=2):
+            for done, future in enumerate(as_completed(waiting), start=before + 1):
                 what, program = waiting[future], future.result()
                 if isinstance(what, int):
                     name = f"sampler of {what} rows"
