@@ -7,8 +7,6 @@ own peak; run it alone, or an earlier measurement's peak counts. Nothing here lo
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from typing import Any
 
@@ -16,6 +14,7 @@ from absl.flags import FlagValues
 
 from jaxserve.bench.report import Column, report
 from jaxserve.config import SchedulerConfig
+from jaxserve.core import peak_memory_bytes
 from jaxserve.sim import LinearCost, Objectives, Simulator, figures, parse_workload
 
 WORKLOAD = {
@@ -88,6 +87,4 @@ def measure(num_requests: int) -> dict[str, Any]:
 
 def peak_mib() -> float:
     """The most memory this process has held, MiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes, the others KiB.
-    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    return peak_memory_bytes() / (1 << 20)

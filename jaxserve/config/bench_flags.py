@@ -24,7 +24,7 @@ BENCH_FLAGS: tuple[Flag, ...] = (
         "Measurement",
         ("model", _TEXT, _DEFAULTS["model"], "demo name, directory, .gguf, Orbax directory or hub id"),
         ("dtypes", ListParser(ChoiceParser(DTYPES)), DTYPES, "dtypes to measure; compare_modes: one, bfloat16"),
-        ("slots", _COUNTS, (1, 8, 32), "slot counts to measure; compare_modes: one, 8; machine: 8,32"),
+        ("slots", _COUNTS, (1, 8, 32), "slot counts to measure; compare_modes: one, 8; machine, buckets: 8,32"),
         ("prompt_tokens", _COUNT, 32, "tokens of each prompt"),
         ("output_tokens", IntParser(low=2), 64, "tokens of each output"),
         ("requests_per_slot", _COUNT, 3, "requests of a run, in slots"),
@@ -74,12 +74,12 @@ BENCH_FLAGS: tuple[Flag, ...] = (
     ),
     *flags_for(
         "bench",
-        "Load (serve, compare, compare_modes)",
+        "Load (serve, compare, compare_modes; buckets: the workload)",
         (
             "workload",
             _TEXT,
             None,
-            "w1, w2, w3 (serve), or a file as simulate --workload reads; default: drawn requests",
+            "w1, w2, w3 (serve), or a file as simulate --workload reads; default: drawn requests; buckets: w1",
         ),
         ("num_requests", _COUNT, None, "requests of a run; default: the workload's, or 64"),
         (

@@ -13,6 +13,7 @@ from jaxserve.core.errors import (
     UnsupportedModelError,
 )
 from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxserve.core.process_memory import peak_memory_bytes
 from jaxserve.core.request import MAX_TRACEPARENT, NO_TERMS, FinishReason, Priority, Request, Submission, Terms
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams, choice_seed
 from jaxserve.core.structured_outputs import StructuredOutputs
@@ -63,4 +64,5 @@ __all__ = [
     "UnsupportedModelError",
     "WaitingView",
     "choice_seed",
+    "peak_memory_bytes",
 ]

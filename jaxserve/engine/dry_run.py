@@ -1,7 +1,8 @@
-"""The memory plan of an engine that is not started: the model's configuration is read, its weights are not."""
+"""What an engine would plan that is not started: the model's configuration is read, its weights are not."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -13,9 +14,41 @@ from jaxserve.engine.validation import context_length
 from jaxserve.loading import model_config_of, resolve_model
 from jaxserve.models import ModelConfig, make_params, param_shardings
 from jaxserve.runtime import MemoryPlan, ModelRunner, arrange_weights, enable_compile_cache, make_mesh, weights_form
+from jaxserve.tables import num_programs
 
 
-def memory_plan_of(config: EngineConfig) -> MemoryPlan:
+@dataclass(frozen=True, slots=True)
+class StartPlan:
+    """What a start would do.
+
+    Attributes:
+      memory: its memory plan.
+      decode_buckets, prefill_buckets, table_width_buckets: sizes of the steps to compile, as the flags have them.
+      num_programs: to compile, or to load from the compilation cache.
+    """
+
+    memory: MemoryPlan
+    decode_buckets: tuple[int, ...]
+    prefill_buckets: tuple[int, ...]
+    table_width_buckets: tuple[int, ...]
+    num_programs: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every number, by name; the memory plan's too."""
+        others = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "memory"}
+        return self.memory.as_dict() | others
+
+    def program_rows(self) -> list[tuple[str, str]]:
+        """Label and value of each line that tells of programs."""
+        return [
+            ("decode rows (decode_buckets)", _listed(self.decode_buckets)),
+            ("prefill tokens (prefill_buckets)", _listed(self.prefill_buckets)),
+            ("table widths in pages (table_width_buckets)", _listed(self.table_width_buckets)),
+            ("to compile", str(self.num_programs)),
+        ]
+
+
+def start_plan(config: EngineConfig) -> StartPlan:
     """What an engine of these settings would plan now; compiles its largest step, into the compilation cache.
 
     Raises:
@@ -27,7 +60,13 @@ def memory_plan_of(config: EngineConfig) -> MemoryPlan:
     mesh = make_mesh(config.tensor_parallel_size)
     max_model_len = context_length(model_config.max_position_embeddings, config.max_model_len)
     params = _abstract_params(model_config, config, mesh)
-    return ModelRunner(model_config, params, config, max_model_len, mesh).memory_plan
+    runner = ModelRunner(model_config, params, config, max_model_len, mesh)
+    buckets = runner.buckets
+    return StartPlan(runner.memory_plan, buckets.decode, buckets.prefill, buckets.widths, num_programs(buckets.all()))
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _abstract_params(model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:

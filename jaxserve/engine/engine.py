@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
+from jax import block_until_ready
+
 from jaxserve.config import EngineConfig
 from jaxserve.core import (
     EngineTotals,
@@ -39,6 +41,7 @@ from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
 from jaxserve.engine.iteration import Iterations
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
+from jaxserve.engine.startup import PROGRAMS, WEIGHTS, StartupFigures
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.validation import ModelLimits, bad_word_ids, context_length, eos_token_ids, make_requests
 from jaxserve.loading import load_model, resolve_model
@@ -82,12 +85,16 @@ class Engine:
         )
         self._mesh = make_mesh(config.tensor_parallel_size)
         form = weights_form(config, self._mesh)
-        loaded = load_model(
-            resolved,
-            config.dtype,
-            mesh=self._mesh,
-            progress=lambda done, total, what: self._progress("weights", done, total, what),
-        )
+        self._startup = StartupFigures()
+        with self._startup.stage(WEIGHTS):
+            loaded = load_model(
+                resolved,
+                config.dtype,
+                mesh=self._mesh,
+                progress=lambda done, total, what: self._progress("weights", done, total, what),
+            )
+            params = arrange_weights(loaded.params, form, loaded.config, self._mesh, consume=True)
+            block_until_ready(params)
         self.model_config = loaded.config
         self.max_model_len = context_length(loaded.config.max_position_embeddings, config.max_model_len)
         self.limits = ModelLimits(
@@ -95,13 +102,8 @@ class Engine:
             max_model_len=self.max_model_len,
             eos_token_ids=eos_token_ids(loaded.config, self._tokenizer),
         )
-        self.runner = ModelRunner(
-            loaded.config,
-            arrange_weights(loaded.params, form, loaded.config, self._mesh),
-            config,
-            self.max_model_len,
-            self._mesh,
-        )
+        with self._startup.stage(PROGRAMS):
+            self.runner = ModelRunner(loaded.config, params, config, self.max_model_len, self._mesh)
         self._trace = (
             TraceWriter(config.trace_file, model=self.model_name, config=self.runner.scheduler_config)
             if config.trace_file
@@ -137,7 +139,9 @@ class Engine:
         """Compiles every bucket; afterwards nothing compiles."""
         # Beside the compilations, which take longer.
         threading.Thread(target=self._grammars.prepare, name="vocabulary", daemon=True).start()
-        self.runner.warm_up(lambda done, total, what: self._progress("warm-up", done, total, what))
+        with self._startup.stage(PROGRAMS):
+            self.runner.warm_up(lambda done, total, what: self._progress("warm-up", done, total, what))
+        self.metrics.set_startup(self._startup)
         self.metrics.set_compiles(COMPILES.count)
         self.ready = True
 

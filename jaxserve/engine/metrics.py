@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jaxserve.core import REJECTION_REASONS, FinishReason
 from jaxserve.engine.output_processor import RequestState
+from jaxserve.engine.startup import StartupFigures
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -87,6 +88,10 @@ class EngineMetrics:
         )
         self._compiles = counter("compiles", "Compilations of the process; constant after warm-up.")
         self._counted_compiles = 0
+        self._startup_s = self._by_stage(
+            "startup_seconds", "What loading weights and compiling or loading programs took."
+        )
+        self._startup_peak = self._by_stage("startup_peak_memory_bytes", "Most memory of the process by a stage's end.")
         self._counted: dict[tuple[Counter, str], int] = {}  # of the counters by service class
         for reason in FinishReason:
             if reason is FinishReason.DISPLACED:  # counted as refused
@@ -159,6 +164,15 @@ class EngineMetrics:
         """Compilations of the process so far."""
         self._compiles.inc(count - self._counted_compiles)
         self._counted_compiles = count
+
+    def set_startup(self, figures: StartupFigures) -> None:
+        """What the start took."""
+        for stage, seconds in figures.seconds.items():
+            self._startup_s.labels(**self._labels, stage=stage).set(seconds)
+            self._startup_peak.labels(**self._labels, stage=stage).set(figures.peak_bytes[stage])
+
+    def _by_stage(self, name: str, text: str) -> Gauge:
+        return Gauge(f"jaxserve:{name}", text, [*self._labels, "stage"], registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"jaxserve:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)

@@ -36,7 +36,7 @@ class CheckpointReader(Protocol):
         ...
 
     def read(self, name: str) -> np.ndarray[Any, Any]:
-        """The tensor in a floating dtype, the caller's to keep."""
+        """The tensor in a floating dtype; one that is not writable is a view of the file, to be copied soon."""
         ...
 
 

@@ -10,10 +10,12 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxserve.core import CheckpointError, UnsupportedModelError
+from jaxserve.core import UnsupportedModelError
 from jaxserve.loading.gguf_config import ROPE_TENSORS, architecture, hf_config, hf_name, special_token_ids
 from jaxserve.loading.gguf_file import GgufTensor, read_gguf
+from jaxserve.loading.mapped_file import map_tensor
 
+_VALUES_AT_ONCE = 1 << 20
 _QUERY, _KEY = ".self_attn.q_proj.", ".self_attn.k_proj."
 
 
@@ -72,18 +74,22 @@ def unpermute(value: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, An
 
 
 def _dequantised(tensor: GgufTensor, name: str) -> np.ndarray[Any, Any]:
-    """float32 of the tensor's shape, bit for bit what the gguf package gives; the caller's to keep."""
-    try:
-        data = np.fromfile(tensor.file, np.uint8, tensor.num_bytes, offset=tensor.begin)
-    except OSError as error:
-        raise CheckpointError(f"{tensor.file}: tensor {name} cannot be read: {error}") from error
-    if data.size != tensor.num_bytes:
-        raise CheckpointError(f"{tensor.file} ends inside tensor {name}; the file is damaged or cut short")
+    """float32 of the tensor's shape, bit for bit what the gguf package gives.
+
+    Some rows at a time: dequantising takes several times the memory of what comes out.
+    """
+    num_rows, row_size = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    value = np.empty((num_rows, row_size), np.float32)
     if tensor.quantisation == GGMLQuantizationType.F64:
-        return data.view(np.float64).reshape(tensor.shape).astype(np.float32)
-    rows = data.reshape(math.prod(tensor.shape[:-1]), -1)
+        value[:] = map_tensor(tensor.file, name, np.dtype(np.float64), value.shape, tensor.begin)
+        return value.reshape(tensor.shape)
+    shape = (num_rows, tensor.num_bytes // num_rows)
+    data = map_tensor(tensor.file, name, np.dtype(np.uint8), shape, tensor.begin)
+    rows_at_once = max(1, _VALUES_AT_ONCE // row_size)
     try:
-        value: np.ndarray[Any, Any] = dequantize(rows, tensor.quantisation)
+        for first in range(0, num_rows, rows_at_once):
+            rows = slice(first, first + rows_at_once)
+            value[rows] = dequantize(data[rows], tensor.quantisation)
     except NotImplementedError as error:
         raise UnsupportedModelError(
             f"{tensor.file}: tensor {name} is quantised as {tensor.quantisation.name}, which is not supported"

@@ -1,7 +1,8 @@
 """load_model: from a resolved model to parameters on the devices.
 
 The model's weight table decides what is read. Names and shapes are compared first, from headers; then each
-tensor is read, converted and placed on its own, a few ahead of the device, so host memory stays small.
+tensor is mapped, converted in one pass and placed on its own, a few ahead of the device in threads. So the host holds
+a few tensors besides what its own devices keep, never a second copy of the model.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def load_model(
     target = np.dtype(jnp.dtype(dtype))
     total = sum(math.prod(weight.shape) for weight in table) * target.itemsize
     done = 0
+    (progress or _silent)(done, total, "")
     for weight, value in _converted(reader, table, target):
         placed[weight.path] = _place(value, shardings.get(weight.path))
         done += value.nbytes
@@ -116,7 +118,9 @@ def _converted(
 
     def read(weight: Weight) -> np.ndarray[Any, Any]:
         value = reader.read(weight.hf_name)
-        return np.ascontiguousarray((value.T if weight.transpose else value).astype(dtype, copy=False))
+        # Views of a file are copied even if nothing else is to be done; see `map_tensor`.
+        is_own = value.flags.writeable
+        return np.array(value.T if weight.transpose else value, dtype, order="C", copy=None if is_own else True)
 
     pending: deque[tuple[Weight, Future[np.ndarray[Any, Any]]]] = deque()
     with ThreadPoolExecutor(min(_READ_AHEAD, os.cpu_count() or 1)) as pool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.core import CheckpointError
 from jaxserve.loading.json_file import read_json_object
+from jaxserve.loading.mapped_file import map_tensor
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FLOATS = {
@@ -74,15 +75,7 @@ class SafetensorsReader:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}; weights must be one of {', '.join(_FLOATS)}"
             )
-        count = math.prod(entry.shape)
-        # A copy, not a view of the file: the file may change or shrink while the server runs.
-        try:
-            flat = np.fromfile(entry.file, dtype, count, offset=entry.begin)
-        except OSError as error:
-            raise CheckpointError(f"{entry.file}: tensor {name} cannot be read: {error}") from error
-        if flat.size != count:
-            raise CheckpointError(f"{entry.file} ends inside tensor {name}; the file is damaged or cut short")
-        return flat.reshape(entry.shape)
+        return map_tensor(entry.file, name, dtype, entry.shape, entry.begin)
 
 
 def is_safetensors_directory(path: Path) -> bool:

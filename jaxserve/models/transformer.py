@@ -97,9 +97,22 @@ def abstract_params(config: ModelConfig, dtype: Any) -> Params:
     return make_params(config, lambda weight: jax.ShapeDtypeStruct(weight.shape, dtype))
 
 
-def stack_layers(params: Params) -> Params:
-    """The tree with its list of layers stacked to arrays `[L, ...]`."""
-    return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
+def stack_layers(params: Params, *, consume: bool = False) -> Params:
+    """The tree with its list of layers stacked to arrays `[L, ...]`.
+
+    Args:
+      consume: delete the layers' own arrays as they are stacked, so that one kind of them at most is there twice.
+    """
+
+    def stack(*leaves: jax.Array) -> jax.Array:
+        stacked = jnp.stack(leaves)
+        if consume:
+            jax.block_until_ready(stacked)
+            for leaf in leaves:
+                leaf.delete()
+        return stacked
+
+    return {**params, "layers": jax.tree.map(stack, *params["layers"])}
 
 
 def pack_kernels(config: ModelConfig, params: Params) -> Params:

@@ -8,6 +8,7 @@ that no step keeps a second copy of it.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -22,8 +23,11 @@ from jaxserve.models import partition_spec
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout, gather_pages, scatter_pages
 from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row
 from jaxserve.runtime.steps import Forwarded, make_step, sample_step
-from jaxserve.tables import Bucket, TableLayout
+from jaxserve.tables import Bucket, TableLayout, num_programs
 from jaxserve.tables.layout import SAMPLE_INTS, SAMPLING_FLOATS
+
+COMPILE_THREADS = max(2, min(8, os.cpu_count() or 2))
+"""Programs compiled at once: tracing holds the interpreter, XLA does not; each takes memory while it is compiled."""
 
 Progress = Callable[[int, int, str], None]
 """Called with done, total and what was done last."""
@@ -154,13 +158,14 @@ class ProgramTable:
         return max(_workspace(program), logits_bytes + _workspace(sampler)) + max_steps_ahead * left
 
     def warm_up(self, buckets: list[Bucket], num_pages: int, progress: Progress | None = None) -> None:
-        """Compiles every bucket, their samplers and the placement program; two at a time, largest first.
+        """Compiles every bucket, their samplers and the placement program; several at a time, largest first.
 
         Raises:
           JaxserveError: a program would not update the pool in place.
         """
         rows = sorted({bucket.sample_rows for bucket in buckets}.difference(self._samplers), reverse=True)
-        total = len(buckets) + len(rows) + 1
+        total = num_programs(buckets)
+        before = total - len(buckets) - len(rows)  # slot placement, and a sampler that was measured
         pool = self._kv.abstract(num_pages)
         self._place = (
             jax.jit(place_row, donate_argnums=0, out_shardings=jax.tree.map(lambda _: self._replicated, self._state))
@@ -168,13 +173,13 @@ class ProgramTable:
             .compile()
         )
         if progress:
-            progress(1, total, "slot placement")
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="compile") as threads:
+            progress(before, total, "slot placement")
+        with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as threads:
             waiting: dict[Future[Any], Bucket | int] = {
                 threads.submit(self._measured_or_compiled, b, num_pages): b for b in reversed(buckets)
             }
             waiting |= {threads.submit(self.compile_sampler, count): count for count in rows}
-            for done, future in enumerate(as_completed(waiting), start=2):
+            for done, future in enumerate(as_completed(waiting), start=before + 1):
                 what, program = waiting[future], future.result()
                 if isinstance(what, int):
                     name = f"sampler of {what} rows"

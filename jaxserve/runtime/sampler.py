@@ -7,7 +7,8 @@ Order: logit bias and held-off stop ids, penalties, the row's mask, temperature,
 comes after everything that moves logits, so nothing brings a masked token back; top-k and the others choose from what
 is left.
 Work that no row asks for is skipped by `lax.cond` on a scalar, inside one compiled program: a batch of
-greedy rows costs an argmax.
+greedy rows costs an argmax of the logits where they lie. A `cond` that hands logits on unchanged copies them, so
+greedy batches branch off before the first.
 
 Top-k and top-p need no sort. Both keep {x >= t} for some threshold t among the row's values, so t is
 found by bisection over the 32-bit patterns of float32 ordered as integers: 32 passes of compare and
@@ -27,6 +28,9 @@ import jax.numpy as jnp
 from jaxserve.core import MAX_LOGPROBS
 from jaxserve.runtime.slot_state import NEVER, OUTSIDE_MASK, SlotState
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LOGPROBS, FLAG_MASKED
+
+ARGMAX_BLOCK = 256
+"""Entries of a row in a block of `first_largest`: of the order of the root of a vocabulary's size."""
 
 
 class TokenScores(NamedTuple):
@@ -60,17 +64,57 @@ def sample(logits: jax.Array, state: SlotState, fields: dict[str, Any], masks: j
     """
     flags = fields["flags"]
     edits = (flags & FLAG_EDITS) != 0
-    logits = jax.lax.cond(edits.any(), lambda x: _edit(x, state, fields, edits), lambda x: x, logits)
     bound = (flags & FLAG_MASKED) != 0
-    logits = jax.lax.cond(bound.any(), lambda x: _keep_allowed(x, masks, bound), lambda x: x, logits)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     random = fields["temperature"] > 0
-    return jax.lax.cond(
-        random.any(),
-        lambda x: jnp.where(random, _draw(x, fields), greedy),
-        lambda x: greedy,
-        logits,
-    )
+
+    def choose(x: jax.Array) -> jax.Array:
+        x = jax.lax.cond(edits.any(), lambda y: _edit(y, state, fields, edits), lambda y: y, x)
+        x = jax.lax.cond(bound.any(), lambda y: _keep_allowed(y, masks, bound), lambda y: y, x)
+        greedy = first_largest(x)
+        return jax.lax.cond(
+            random.any(),
+            lambda y: jnp.where(random, _draw(y, fields), greedy),
+            lambda y: greedy,
+            x,
+        )
+
+    return jax.lax.cond((edits | bound | random).any(), choose, first_largest, logits)
+
+
+def first_largest(x: jax.Array) -> jax.Array:
+    """`argmax` of each row: the lowest index among equals.
+
+    XLA CPU does not vectorise the reduction of (value, index) pairs that argmax is. There, maxima of blocks are taken
+    first, which it does vectorise, and a row's argmax is sought among them and within one block; other backends run
+    argmax as it is.
+
+    Args:
+      x: float32[N, V], finite or infinite below 1e36 (a block's sum must not overflow). A row with NaN gives its
+        first NaN, on CPU possibly an earlier infinity.
+
+    Returns:
+      int32[N].
+    """
+    return jax.lax.platform_dependent(x, cpu=_first_largest_by_blocks, default=_argmax)
+
+
+def _argmax(x: jax.Array) -> jax.Array:
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+
+def _first_largest_by_blocks(x: jax.Array) -> jax.Array:
+    size = x.shape[1]
+    block = min(ARGMAX_BLOCK, size)
+
+    def of_blocks(start: float, reducer: Any) -> jax.Array:
+        return jax.lax.reduce_window(x, start, reducer, (1, block), (1, block), ((0, 0), (0, -size % block)))
+
+    # XLA CPU's max drops NaN, a sum keeps it. Infinities of both signs sum to NaN too: infinite is the maximum then.
+    largest = jnp.where(jnp.isnan(of_blocks(0.0, jax.lax.add)), jnp.inf, of_blocks(-jnp.inf, jax.lax.max))
+    # A last block that is not whole begins earlier: what it shares with the one before is less than its maximum.
+    starts = jnp.minimum(_argmax(largest) * block, size - block)
+    inside = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (block,)))(x, starts)
+    return starts + _argmax(inside)
 
 
 def score(logits: jax.Array, token_ids: jax.Array, wanted: jax.Array) -> TokenScores:

@@ -37,10 +37,14 @@ def weights_form(config: EngineConfig, mesh: Mesh) -> str:
     return "packed" if config.matmul_implementation == "auto" and can_pack and native.is_available() else "plain"
 
 
-def arrange_weights(params: Any, form: str, model_config: ModelConfig, mesh: Mesh) -> Any:
-    """A tree as loaded, in `form`; it must not be used again itself."""
+def arrange_weights(params: Any, form: str, model_config: ModelConfig, mesh: Mesh, *, consume: bool = False) -> Any:
+    """A tree as loaded, in `form`; it must not be used again itself.
+
+    Args:
+      consume: its arrays are deleted on the way; not for a tree of shapes.
+    """
     if form == "stacked":
-        return stack_layers(params)
+        return stack_layers(params, consume=consume)
     if form == "packed":
         replicated = NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated), pack_kernels(model_config, params))

@@ -17,6 +17,7 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from jaxserve.core import peak_memory_bytes
 from jaxserve.server.log_format import tell_failure
 
 PlanRows = Callable[[], Sequence[tuple[str, str]]]
@@ -61,7 +62,8 @@ class StartupDisplay:
     def ready(self, model: str, http_url: str, grpc_address: str, api_key: bool, playground: bool = False) -> None:
         """Requests are taken: where, and a line that tries it."""
         self.close()
-        self._console.print(f"[bold]{model}[/bold] is ready after {time.monotonic() - self._began:.1f} s")
+        seconds = time.monotonic() - self._began
+        self._console.print(f"[bold]{model}[/bold] is ready after {seconds:.1f} s; {_peak()}")
         pages = f"playground {http_url}/, API {http_url}/docs" if playground else f"API {http_url}/docs"
         self._console.print(f"  HTTP  {http_url}   ({pages})", highlight=False, soft_wrap=True)
         self._console.print(f"  gRPC  {grpc_address}   (jaxserve.v1.Inference)", highlight=False)
@@ -97,22 +99,29 @@ class StartupDisplay:
     def _end(self, done: int) -> None:
         if not self._console.is_terminal:
             seconds = time.monotonic() - self._stage_began
-            self._console.print(f"{self._stage}: {_amount(self._stage, done)} in {seconds:.1f} s", highlight=False)
+            done_in = f"{self._stage}: {_amount(self._stage, done)} in {seconds:.1f} s; {_peak()}"
+            self._console.print(done_in, highlight=False)
 
 
-def show_plan(rows: Sequence[tuple[str, str]], file: TextIO | None = None, console: Console | None = None) -> None:
-    """Writes a memory plan: a table on a terminal, plain lines elsewhere.
+def show_plan(
+    rows: Sequence[tuple[str, str]],
+    file: TextIO | None = None,
+    console: Console | None = None,
+    about: str = "memory",
+) -> None:
+    """Writes a part of what is planned: a table on a terminal, plain lines elsewhere.
 
     Args:
       rows: label and value of each line.
       file: where, unless there is a `console`.
+      about: what it plans; every plain line begins with it.
     """
     console = console or Console(file=file)
     if not console.is_terminal:
         for label, value in rows:
-            console.print(f"memory: {label}: {value}", highlight=False, soft_wrap=True)
+            console.print(f"{about}: {label}: {value}", highlight=False, soft_wrap=True)
         return
-    table = Table(title="Memory plan", title_justify="left", show_header=False)
+    table = Table(title=f"{about.capitalize()} plan", title_justify="left", show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
     for label, value in rows:
@@ -123,6 +132,10 @@ def show_plan(rows: Sequence[tuple[str, str]], file: TextIO | None = None, conso
 def _amount(stage: str, count: int) -> str:
     """Progress in the stage's unit: bytes of weights, programs of the warm-up."""
     return decimal(count) if stage == "weights" else f"{count} programs"
+
+
+def _peak() -> str:
+    return f"peak memory {decimal(peak_memory_bytes())}"
 
 
 def curl_line(model: str, http_url: str, api_key: bool) -> str:

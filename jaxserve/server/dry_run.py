@@ -1,4 +1,4 @@
-"""`--dry_run`: the memory plan, then the end."""
+"""`--dry_run`: the memory plan and the programs to compile, then the end."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ def dry_run(config: EngineConfig, log_format: str) -> int:
     Returns:
       The exit status: 1 when the engine would not start, after saying why on stderr.
     """
-    from jaxserve.engine.dry_run import memory_plan_of
+    from jaxserve.engine.dry_run import start_plan
 
     try:
-        plan = memory_plan_of(config)
+        plan = start_plan(config)
     except (ValueError, JaxserveError, MemoryError, RuntimeError) as error:
         tell_failure(operator_console(log_format), start_error(error))
         return 1
     if log_format == "json":
         print(json.dumps(plan.as_dict()))
     else:
-        show_plan(plan.rows(), sys.stdout)
+        show_plan(plan.memory.rows(), sys.stdout)
+        show_plan(plan.program_rows(), sys.stdout, about="programs")
     return 0

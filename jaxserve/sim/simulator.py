@@ -92,6 +92,7 @@ class Simulator:
       trace: gets the scheduler's records, see `jaxserve.scheduler.trace`.
       max_iterations: after which it stops, whoever is live.
       keep_ids: keep the requests' ids in the log.
+      on_plan: called with every plan that runs.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class Simulator:
         trace: Callable[[dict[str, Any]], None] | None = None,
         max_iterations: int = MAX_ITERATIONS,
         keep_ids: bool = False,
+        on_plan: Callable[[StepPlan], None] | None = None,
     ) -> None:
         self.scheduler = Scheduler(config, trace=trace)
+        self._on_plan = on_plan
         self._cost_model = cost_model
         self._source = source
         self._max_iterations = max_iterations
@@ -172,6 +175,8 @@ class Simulator:
         return ready_at
 
     def _dispatch(self, plan: StepPlan) -> None:
+        if self._on_plan:
+            self._on_plan(plan)
         duration_s = self._cost_model.step_s(features_of(plan))
         assert duration_s > 0.0, f"the cost model gives plan {plan.iteration} {duration_s} s"
         began_at = max(self._now, self._device_free_at)

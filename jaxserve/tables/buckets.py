@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import MissingBucketError
+from jaxserve.scheduler.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,11 +64,12 @@ class BucketTable:
         prefill: tuple[int, ...] | None = None,
         widths: tuple[int, ...] | None = None,
     ) -> None:
+        self._page_size = config.page_size
         self._max_prefill_seqs = config.max_prefill_seqs
         # The budget counts decode rows too, but a prefill-only plan may use all of it.
         max_prefill = min(config.max_num_batched_tokens, config.prefill_chunk * config.max_prefill_seqs)
         self.decode = _sizes("decode_buckets", decode or _powers(config.max_num_seqs, 8, 4), config.max_num_seqs)
-        self.prefill = _sizes("prefill_buckets", prefill or _powers(max_prefill, 32, 4), max_prefill)
+        self.prefill = _sizes("prefill_buckets", prefill or _half_then_quarters(max_prefill, 64), max_prefill)
         width = config.pages_per_seq
         first = max(1, 512 // config.page_size)
         self.widths = _sizes("table_width_buckets", widths or _powers(width, first, 4), width)
@@ -90,6 +92,12 @@ class BucketTable:
         self._fit("decode_rows", self.decode, decode_rows)
         beside = self._rows_beside(tokens)
         return self._mixed(beside[-1] if decode_rows else beside[0], tokens, width)
+
+    def of_plan(self, plan: StepPlan) -> Bucket:
+        """The smallest bucket holding `plan`, which is not empty; see `choose`."""
+        longest = max(max(plan.decode.positions, default=-1) + 1, *(chunk.end for chunk in plan.prefill), 0)
+        tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        return self.choose(decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size))
 
     def all(self) -> list[Bucket]:
         """Every bucket, largest last: what warm-up compiles."""
@@ -115,6 +123,12 @@ class BucketTable:
         return sizes[index]
 
 
+def num_programs(buckets: list[Bucket]) -> int:
+    """Programs that an engine with these buckets compiles: their steps, a sampler per number of rows, the placement of
+    a request in its slot."""
+    return len(buckets) + len({bucket.sample_rows for bucket in buckets}) + 1
+
+
 def _powers(limit: int, first: int, ratio: int) -> tuple[int, ...]:
     """`first`, then times `ratio`, while at most a third of `limit` (a closer size saves little); then `limit`."""
     sizes = []
@@ -123,6 +137,19 @@ def _powers(limit: int, first: int, ratio: int) -> tuple[int, ...]:
         sizes.append(size)
         size *= ratio
     return (*sizes, limit)
+
+
+def _half_then_quarters(limit: int, least: int) -> tuple[int, ...]:
+    """Half of `limit`, then a quarter of that, and so on while at least `least`, in whole eights; then `limit`.
+
+    The rest of a prompt, or of several, is spread evenly below the limit, so the step next to it saves the most.
+    """
+    sizes = [limit]
+    size = limit // 2
+    while size >= least:
+        sizes.append(-(-size // 8) * 8)
+        size //= 4
+    return tuple(reversed(sizes))
 
 
 def _sizes(name: str, sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:

@@ -59,7 +59,6 @@ class TableBuilder:
     """
 
     def __init__(self, config: SchedulerConfig, buckets: BucketTable) -> None:
-        self._page_size = config.page_size
         self._num_pages = config.num_pages
         self._scratch_slot = config.max_num_seqs
         self._buckets = buckets
@@ -117,12 +116,8 @@ class TableBuilder:
           MissingBucketError: no compiled shape holds the plan.
         """
         self._apply(plan, request_of)
-        tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
         positions = np.fromiter(plan.decode.positions, np.int32, len(plan.decode))
-        longest = max(int(positions.max(initial=-1)) + 1, *(chunk.end for chunk in plan.prefill), 0)
-        bucket = self._buckets.choose(
-            decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size)
-        )
+        bucket = self._buckets.of_plan(plan)
         tables = self.empty(bucket)
         layout = self.layout(bucket)
         fields = layout.unpack_rows(tables.ints)

@@ -7,6 +7,7 @@ import pytest
 from jaxserve.bench.__main__ import main
 from jaxserve.bench.offline import figures
 from jaxserve.engine.stats import EngineStats
+from jaxserve.testing.tiny import tiny_config, tiny_weights
 
 
 def test_figures_of_a_run_worked_by_hand():
@@ -106,3 +107,28 @@ def test_structured_measures_masks_beside_none(tiny_model_dir, tmp_path):
     assert (result["slots"], result["dtype"]) == (2, "float32")
     assert result["mask_us_per_token"] > 0 and result["accept_us_per_token"] > 0
     assert 0 < result["share_of_step"] < 1 and result["ratio"] > 0
+
+
+def test_startup_reports_one_cold_start_and_the_median_of_warm_ones(tiny_model_dir, tmp_path, monkeypatch):
+    from jaxserve.bench import startup
+
+    asked = []
+
+    def start(model, dtype, cache):
+        asked.append((model, dtype, cache))
+        number = len(asked)
+        return {name: float(number * 10) for name in ("ready_s", "weights_s", "programs_s")} | {
+            "weights_peak_mib": 100.0 * number,
+            "peak_mib": 200.0,
+        }
+
+    monkeypatch.setattr(startup, "start", start)
+    output = tmp_path / "figures.json"
+    main(["bench", "startup", f"--model={tiny_model_dir}", "--dtypes=bfloat16", "--runs=3", f"--output={output}"])
+    (result,) = json.loads(output.read_text())["results"]
+    assert {each[:2] for each in asked} == {(str(tiny_model_dir), "bfloat16")} and len({each[2] for each in asked}) == 1
+    assert (result["cold_s"], result["warm_s"], result["slowest_warm_s"]) == (10, 30, 40)
+    assert result["warm_runs_s"] == [20, 30, 40] and result["warm"]["weights_peak_mib"] == 300
+    assert result["weights_mib"] == pytest.approx(
+        2 * sum(value.size for value in tiny_weights(tiny_config()).values()) / 2**20
+    )

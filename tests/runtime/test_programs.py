@@ -90,3 +90,11 @@ def test_too_little_memory_is_refused_with_both_figures():
 
 def test_bytes_are_shown_with_a_unit():
     assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 30)] == ["12 B", "1.5 KiB", "5.0 MiB", "3.00 GiB"]
+
+
+def test_warm_up_counts_every_program_once(runner):
+    told = []
+    runner.warm_up(lambda done, total, what: told.append((done, total)))
+    # Two steps, of decode alone and beside eight prompt tokens; their samplers, of which one is measured; placement.
+    assert {total for _, total in told} == {5}
+    assert [done for done, _ in told] == list(range(told[0][0], 6))

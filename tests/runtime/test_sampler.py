@@ -309,3 +309,41 @@ def test_a_vocabulary_near_the_number_of_alternatives_is_scored_to_its_edge(voca
         assert scores.top_ids[row].tolist() == order[:kept].tolist()
         assert scores.rank[row] == 1 + order.tolist().index(token)
         np.testing.assert_allclose(scores.top_logprobs[row], expected[order[:kept]], atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 1000, 1536])
+def test_the_first_of_the_largest_is_taken_wherever_it_lies(vocab):
+    rows = np.random.default_rng(vocab).integers(-3, 3, (40, vocab)).astype(np.float32)
+    values = [0.0, -0.0, np.inf, -np.inf, np.nan, 7.0, 1e35]
+    for row, value in enumerate(values):
+        rows[row] = value
+    for row in range(len(values), 26):
+        rows[row, row * vocab // 26 :] = 9
+        rows[row, -1] = 9 if row % 2 else np.nan
+    rows[26, vocab // 2] = -np.inf
+    rows[27, vocab // 2 :] = -1e35
+    found = jax.jit(sampler.first_largest)(rows)
+    assert found.dtype == jnp.int32
+    assert found.tolist() == rows.argmax(axis=-1).tolist()
+
+
+def test_an_infinity_beside_nan_gives_one_of_the_two():
+    row = np.zeros((1, 1000), np.float32)
+    row[0, [300, 301, 700]] = np.inf, -np.inf, np.nan
+    assert sampler.first_largest(row)[0] in (300, 700)
+    assert sampler.first_largest(row[:, :600])[0] == 300
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_other_backends_run_argmax_as_it_is(platform):
+    x = jax.ShapeDtypeStruct((8, 1000), jnp.float32)
+    text = jax.jit(sampler.first_largest).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.reduce(") == 1 and "reduce_window" not in text and "call @argmax" in text
+
+
+def test_a_greedy_batch_hands_its_logits_on_to_nothing(sample):
+    """The branch of greedy batches is taken before any that gives back logits, which would copy them."""
+    rows, fields = 4, columns(4, temperature=0)
+    jaxpr = jax.make_jaxpr(sampler.sample)(logits(rows), make_state(), fields, no_masks(logits(rows)))
+    (outer,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    assert [var.aval.shape for var in outer.outvars] == [(rows,)]

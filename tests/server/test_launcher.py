@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -15,6 +16,7 @@ import time
 import httpx
 import pytest
 
+from jaxserve.bench.startup import startup_figures
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.server.console import curl_line
@@ -208,8 +210,13 @@ def test_the_dry_run_has_the_plan_of_the_server_or_says_why_there_is_none(capsys
     assert {key: plan[key] for key in ("weights_bytes", "kv_bytes", "state_bytes", "workspace_bytes")} == {
         key: getattr(loaded, key) for key in ("weights_bytes", "kv_bytes", "state_bytes", "workspace_bytes")
     }
+    assert (plan["decode_buckets"], plan["prefill_buckets"], plan["table_width_buckets"]) == ([4], [64], [8])
+    # Steps of decode alone and beside 64 prompt tokens, their samplers, slot placement.
+    assert plan["num_programs"] == 2 + 2 + 1
     assert dry_run(config, "text") == 0
-    assert "memory: KV pool: 80 pages" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "memory: KV pool: 80 pages" in text
+    assert "programs: prefill tokens (prefill_buckets): 64" in text and "programs: to compile: 5" in text
     assert dry_run(dataclasses.replace(config, num_pages=10**9), "text") == 1
     assert "lower num_pages or raise memory_fraction" in capsys.readouterr().err
     assert dry_run(dataclasses.replace(config, model=str(tmp_path)), "text") == 1
@@ -227,6 +234,9 @@ def test_under_json_every_line_of_the_command_is_an_object(start, tiny_model_dir
     ).ready()
     body = {"prompt": "not to be logged", "max_tokens": 5, "request_id": "one", "ignore_eos": True}
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code == 200
+    took = startup_figures(httpx.get(f"{server.url}/metrics").text)
+    assert took["weights_s"] > 0 and took["programs_s"] > 0
+    assert 50 < took["weights_peak_mib"] <= took["peak_mib"]
     until(lambda: any('"logger":"jaxserve.server.stats"' in line for line in server.errors), what="a stats line")
     server.process.send_signal(signal.SIGTERM)
     assert server.wait(30) == 0
@@ -234,6 +244,10 @@ def test_under_json_every_line_of_the_command_is_an_object(start, tiny_model_dir
     (request,) = [record for record in records if record["logger"] == "jaxserve.server.requests"]
     assert (request["request_id"], request["output_tokens"], request["status"]) == ("one", 5, 200)
     assert any("memory: KV pool" in record["message"] for record in records)
+    assert all(
+        any(re.search(begin + r".* s; peak memory \d+\.\d MB", record["message"]) for record in records)
+        for begin in ("weights: ", "warm-up: ", "tiny is ready after ")
+    )
     assert "not to be logged" not in "".join(server.errors)
 
 

@@ -15,8 +15,16 @@ def table(**changes):
 def test_sizes_end_at_the_limits():
     buckets = table()
     assert buckets.decode == (8, 32)
-    assert buckets.prefill == (32, 128, 512)
+    assert buckets.prefill == (64, 256, 512)
     assert buckets.widths == (32, 128, 512)
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [(32, (32,)), (127, (127,)), (128, (64, 128)), (600, (80, 304, 600)), (2048, (64, 256, 1024, 2048))],
+)
+def test_prefill_sizes_are_half_the_limit_then_quarters(budget, sizes):
+    assert table(max_num_batched_tokens=budget).prefill == sizes
 
 
 def test_width_follows_the_longest_live_context():
@@ -27,13 +35,13 @@ def test_width_follows_the_longest_live_context():
 
 def test_prefill_comes_with_no_decode_rows_or_all_of_them():
     buckets = table()
-    assert buckets.choose(decode_rows=0, prefill_tokens=32, pages=1) == Bucket(0, 32, 8, 32)
-    assert buckets.choose(decode_rows=1, prefill_tokens=32, pages=1) == Bucket(32, 32, 8, 32)
+    assert buckets.choose(decode_rows=0, prefill_tokens=64, pages=1) == Bucket(0, 64, 8, 32)
+    assert buckets.choose(decode_rows=1, prefill_tokens=64, pages=1) == Bucket(32, 64, 8, 32)
 
 
 def test_a_quarter_of_padding_is_cheaper_than_another_program():
     buckets = table()
-    assert buckets.choose(decode_rows=0, prefill_tokens=33, pages=1) == Bucket(32, 128, 8, 32)
+    assert buckets.choose(decode_rows=0, prefill_tokens=65, pages=1) == Bucket(32, 256, 8, 32)
     assert len(buckets.all()) == 3 * (2 + 2 + 1 + 1)
 
 

@@ -1,0 +1,65 @@
+"""Loading holds the model once, and a few tensors: measured in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Quant
+
+from jaxserve.models import stack_layers
+from jaxserve.testing.tiny import tiny_config, tiny_weights, write_tiny_model
+from tests.loading.gguf_files import write_gguf
+
+SIZES = dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=5, num_attention_heads=16)
+
+CHILD = """
+import json, sys
+import gguf.quants
+import jax
+from jaxserve.core import peak_memory_bytes
+from jaxserve.loading import load_model, resolve_model
+from jaxserve.runtime import make_mesh
+
+def load(path):
+    return jax.block_until_ready(load_model(resolve_model(path), "float32", mesh=make_mesh(1)).params)
+
+small, large = sys.argv[1:]
+load(small)  # what is imported along the way is no part of the model
+before = peak_memory_bytes()
+params = load(large)
+num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+print(json.dumps([num_bytes, peak_memory_bytes() - before]))
+"""
+
+
+@pytest.fixture(scope="module")
+def large_weights():
+    return tiny_weights(tiny_config(**SIZES))
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "gguf"])
+def test_loading_holds_no_second_copy_of_the_model(form, tiny_model_dir, large_weights, tmp_path):
+    if form == "gguf":
+        path = write_gguf(tmp_path / "model.gguf", tiny_config(**SIZES), large_weights, quant=Quant.Q8_0)
+    else:
+        path = write_tiny_model(tmp_path / "model", dtype=form, **SIZES)
+    arguments = [sys.executable, "-c", CHILD, tiny_model_dir, path]
+    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    num_bytes, grown_bytes = json.loads(done.stdout)
+    assert num_bytes > 120e6
+    assert grown_bytes < 1.7 * num_bytes
+
+
+def test_stacking_may_consume_the_layers():
+    layers = [{"scale": jnp.full(3, float(layer))} for layer in range(4)]
+    kept = stack_layers({"embed": jnp.ones(2), "layers": layers})
+    assert not any(layer["scale"].is_deleted() for layer in layers)
+    consumed = stack_layers({"embed": jnp.ones(2), "layers": layers}, consume=True)
+    assert all(layer["scale"].is_deleted() for layer in layers)
+    np.testing.assert_array_equal(consumed["layers"]["scale"], np.repeat(np.arange(4.0)[:, None], 3, 1))
+    np.testing.assert_array_equal(kept["layers"]["scale"], consumed["layers"]["scale"])
+    assert not consumed["embed"].is_deleted()
