@@ -13,15 +13,12 @@ the host state and is never held while the device works.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-
-from absl import logging
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import (
@@ -31,7 +28,6 @@ from jaxserve.core import (
     Recording,
     RejectedError,
     Request,
-    RequestFailedError,
     StructuredOutputs,
     Submission,
 )
@@ -195,7 +191,7 @@ class Engine:
         grammar = submission.grammar
         if grammar is None and params.structured_outputs is not None:
             grammar = self.compile_grammar(params.structured_outputs)
-        return make_requests(
+        requests = make_requests(
             submission.prompt_token_ids,
             params,
             self.limits,
@@ -207,6 +203,8 @@ class Engine:
             draw_seed=self.draw_seed,
             grammar=grammar,
         )
+        self._grammars.check(requests[0])
+        return requests
 
     def add(self, request: Request, index: int, sink: Sink) -> None:
         """Queues a request, choice `index` of its prompt; its deltas go to `sink`, on the stepping thread.
@@ -364,11 +362,7 @@ class Engine:
             stopped = state.take(token_id, source, row, end, output, now)
         except Exception as error:
             # A fault in one request's text handling ends that request; its neighbours go on.
-            known = isinstance(error, RequestFailedError)
-            logging.error("request %s failed%s", request_id, f": {error}" if known else "", exc_info=not known)
-            with contextlib.suppress(Exception):  # the sink itself may be what failed
-                state.fail(now, str(error) if known else None)
-            self._end(state, end, FinishReason.ERROR, now)
+            self._end(state, end, state.fail(error, now), now)
             return
         if stopped:
             self._end(state, end, FinishReason.STOP, now)
