@@ -7,7 +7,7 @@ context length. Every message names field, rule and value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from absl import logging
 
@@ -100,6 +100,8 @@ def make_requests(
 ) -> list[Request]:
     """`params.n` requests for one prompt; a lone one keeps `request_id`, others get `request_id#i`.
 
+    The first alone asks for `params.prompt_logprobs`.
+
     Args:
       terms: what is asked of the scheduler; a service class fills in what they leave open.
       bad_words: ids of each of `params.bad_words`.
@@ -133,11 +135,13 @@ def make_requests(
     if not Priority.MIN <= priority <= Priority.MAX:
         raise ValueError(f"priority is {priority}; it must be in [{Priority.MIN}, {Priority.MAX}]")
     seed = params.seed if params.seed is not None else draw_seed()
+    # The prompt of all choices is one, and so are its scores.
+    others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     return [
         Request(
             request_id=request_id if params.n == 1 else f"{request_id}#{index}",
             prompt_token_ids=tuple(prompt_token_ids),
-            params=params,
+            params=params if index == 0 else others,
             eos_token_ids=limits.eos_token_ids,
             max_tokens=max_tokens,
             seed=choice_seed(seed, index),
