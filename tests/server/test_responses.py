@@ -6,8 +6,9 @@ import openai
 import pytest
 
 from jaxserve.core import UnfollowableError
+from tests.server.fake_engine import script
 from tests.server.running import error_of, strict_json
-from tests.server.test_tools import ARGUMENTS, BROKEN, ONE, SCHEMA, TWO, script
+from tests.server.test_tools import ARGUMENTS, BROKEN, ONE, SCHEMA, TWO
 
 PATH = "/v1/responses"
 WEATHER = {"type": "function", "name": "get_weather", "description": "Weather", "parameters": SCHEMA, "strict": True}
