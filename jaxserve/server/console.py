@@ -62,8 +62,8 @@ class StartupDisplay:
         """Requests are taken: where, and a line that tries it."""
         self.close()
         self._console.print(f"[bold]{model}[/bold] is ready after {time.monotonic() - self._began:.1f} s")
-        page = f"playground {http_url}/, " if playground else ""
-        self._console.print(f"  HTTP  {http_url}   ({page}API {http_url}/openapi.json)", highlight=False, soft_wrap=True)
+        pages = f"playground {http_url}/, API" if playground else "API"
+        self._console.print(f"  HTTP  {http_url}   ({pages} {http_url}/openapi.json)", highlight=False, soft_wrap=True)
         self._console.print(f"  gRPC  {grpc_address}   (jaxserve.v1.Inference)", highlight=False)
         # Printed without wrapping: a broken line would not survive pasting.
         self._console.print("  " + curl_line(model, http_url, api_key), soft_wrap=True, highlight=False, markup=False)
