@@ -173,7 +173,8 @@ class RequestState:
         reason = FinishReason.UNFOLLOWABLE if isinstance(error, UnfollowableError) else FinishReason.ERROR
         cause = str(error) if isinstance(error, RequestFailedError) else None
         if reason is FinishReason.ERROR:
-            logging.error("request %s failed: %s", self.request.request_id, cause, exc_info=cause is None)
+            what = cause or "an unexpected error"
+            logging.error("request %s failed: %s", self.request.request_id, what, exc_info=cause is None)
         self.metrics.finished_at = now
         with contextlib.suppress(Exception):  # the sink itself may be what failed
             self._sink(OutputDelta(self.index, finish_reason=reason.value, metrics=self.metrics, error=cause))
