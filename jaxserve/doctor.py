@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -14,11 +12,11 @@ from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.diagnoses import Diagnosis, diagnose
 from jaxserve.sim.metrics_summary import summary_of_metrics
+from jaxserve.sim.server_pages import ServerPages, UnreadableServerError
 from jaxserve.sim.spread import Spread
 from jaxserve.sim.summarizer import summarize
 from jaxserve.sim.trace_summary import TraceSummary
 
-_TIMEOUT_S = 10.0
 _WIDTH = 100
 
 
@@ -29,14 +27,17 @@ def main(argv: Sequence[str]) -> int:
       The exit status, 0: an ill run is an answer like any other.
 
     Raises:
-      SystemExit: non-zero on a bad argument, a damaged trace or a server that does not answer.
+      SystemExit: non-zero on a bad argument, a damaged trace or a server that cannot be read.
     """
     flags = parse_flags("doctor", argv)
     if bool(flags.trace) == bool(flags.url):
         exit_with("give one of --trace and --url: the trace or the server to look at")
     try:
-        summary = _summary_of_server(flags.url) if flags.url else summarize(TraceReader(flags.trace), flags.trace)
-    except (OSError, ValueError) as error:
+        if flags.url:
+            summary = _summary_of_server(flags.url, flags.api_key)
+        else:
+            summary = summarize(TraceReader(flags.trace), flags.trace)
+    except (OSError, ValueError, UnreadableServerError) as error:
         exit_with(str(error))
     diagnoses = diagnose(summary)
     if flags.json:
@@ -47,19 +48,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _summary_of_server(url: str) -> TraceSummary:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"--url is {url!r}; it must begin with http:// or https://")
-    address = url.rstrip("/") + "/metrics"
-    try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as answer:
-            text = answer.read().decode()
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise ValueError(f"{address} answers {error.code}; it must answer 200; is this a jaxserve server?") from error
-    except urllib.error.URLError as error:
-        raise ValueError(f"{address} does not answer: {error.reason}; is the server running there?") from error
-    return summary_of_metrics(text, url)
+def _summary_of_server(url: str, api_key: str | None) -> TraceSummary:
+    return summary_of_metrics(ServerPages(url, api_key).get("/metrics").decode("utf-8", "replace"), url)
 
 
 def _summary_lines(summary: TraceSummary) -> list[str]:

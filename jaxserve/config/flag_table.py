@@ -328,6 +328,12 @@ FLAGS: tuple[Flag, ...] = (
         "Diagnosis",
         ("trace", _TEXT, None, "the file that --trace_file wrote"),
         ("url", _TEXT, None, "a running server, as http://127.0.0.1:8000; its /metrics is read instead of a trace"),
+        (
+            "api_key",
+            _TEXT,
+            None,
+            "any key of a server that guards its probes (guard_probes); better given as JAXSERVE_API_KEY",
+        ),
         ("json", _BOOL, False, "print the figures and diagnoses as JSON"),
         _QUIET,
     ),

@@ -10,6 +10,7 @@ from jaxserve.core.errors import (
     RejectedError,
     Rejection,
     RequestFailedError,
+    UnfollowableError,
     UnsupportedModelError,
 )
 from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -61,6 +62,7 @@ __all__ = [
     "StructuredOutputs",
     "Submission",
     "Terms",
+    "UnfollowableError",
     "UnsupportedModelError",
     "WaitingView",
     "choice_seed",

@@ -4,6 +4,7 @@ ValueError                     a caller's mistake (bad parameter, too long, neve
 JaxserveError                  a state of the service
  ├─ RejectedError              refused at submit; `.rejection` says why: HTTP 429 / 503, or 400 for never-fits
  ├─ RequestFailedError         this request failed, others go on: HTTP 500
+ │   └─ UnfollowableError      no output follows what it asks for any further: HTTP 400
  ├─ EngineDeadError            the engine loop ended with an exception: HTTP 503
  ├─ NotReadyError              loading, warming up or draining: HTTP 503 + Retry-After
  ├─ MissingBucketError         a plan needs a program that was not compiled: an internal fault
@@ -60,6 +61,10 @@ class RejectedError(JaxserveError):
 
 class RequestFailedError(JaxserveError):
     """This request failed; the engine and the other requests go on."""
+
+
+class UnfollowableError(RequestFailedError):
+    """What the request asks of its output leaves nothing to go on with, which showed while tokens came."""
 
 
 class EngineDeadError(JaxserveError):

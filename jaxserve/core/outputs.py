@@ -39,9 +39,9 @@ class CompletionOutput:
       text: decoded output, without stop string.
       token_ids: every sampled token, EOS or stop id included.
       logprobs: one dict per token, id -> Logprob: the chosen token and the asked alternatives.
-      finish_reason: "stop", "length", "abort", "expired", "error"; None while running.
+      finish_reason: "stop", "length", "abort", "expired", "error", "unfollowable"; None while running.
       stop_reason: the stop string or stop id that ended it; None for EOS and length.
-      error: why, where `finish_reason` is "error" and the cause is known.
+      error: why, where `finish_reason` is "unfollowable", or "error" and the cause is known.
     """
 
     index: int

@@ -18,6 +18,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the client went away or asked
     EXPIRED = "expired"  # its deadline passed
     ERROR = "error"  # it failed; others went on
+    UNFOLLOWABLE = "unfollowable"  # what it asks of its output left no token to go on with; others went on
     DISPLACED = "displaced"  # a request of higher class took its place in the queue
 
 

@@ -23,7 +23,6 @@ from jaxserve.core import (
     EngineDeadError,
     EngineTotals,
     EngineView,
-    FinishReason,
     JaxserveError,
     NotReadyError,
     Recording,
@@ -44,11 +43,6 @@ from jaxserve.engine.stream import RequestStream
 from jaxserve.text import CompiledGrammar, Tokenizer
 
 EngineFactory = Callable[[EngineConfig, Progress], Engine]
-
-
-_DISPLACED = Rejection(
-    "displaced", "a request of higher class took this one's place in the full queue; try again later", retry_after_s=1.0
-)
 
 
 class AsyncEngine:
@@ -382,11 +376,6 @@ class AsyncEngine:
             live.pop(choice_id, None)
             if not live:
                 self._forget(stream)
-        if delta.finish_reason == FinishReason.DISPLACED:
-            stream.fail(RejectedError(_DISPLACED))
-        elif delta.finish_reason == FinishReason.ERROR:
-            cause = delta.error or f"request {stream.request_id} failed inside the server; others go on"
-            stream.fail(RequestFailedError(cause))
         stream.push(delta)
 
     def _cancel(self, live: dict[str, None]) -> None:

@@ -5,12 +5,9 @@ Everything here is called under the engine's lock.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
-from absl import logging
-
-from jaxserve.core import FinishReason, Request, RequestFailedError
+from jaxserve.core import FinishReason, Request
 from jaxserve.engine.grammar_state import GrammarStates
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
@@ -92,11 +89,7 @@ class Delivery:
             stopped = state.take(token_id, source, row, end, output, now)
         except Exception as error:
             # A fault in one request's text handling ends that request; its neighbours go on.
-            known = isinstance(error, RequestFailedError)
-            logging.error("request %s failed%s", request_id, f": {error}" if known else "", exc_info=not known)
-            with contextlib.suppress(Exception):  # the sink itself may be what failed
-                state.fail(now, str(error) if known else None)
-            self._end(state, end, FinishReason.ERROR, now)
+            self._end(state, end, state.fail(error, now), now)
             return
         if stopped:
             self._end(state, end, FinishReason.STOP, now)

@@ -218,7 +218,7 @@ class Engine:
         grammar = submission.grammar
         if grammar is None and params.structured_outputs is not None:
             grammar = self.compile_grammar(params.structured_outputs)
-        return make_requests(
+        requests = make_requests(
             submission.prompt_token_ids,
             params,
             self.limits,
@@ -230,6 +230,8 @@ class Engine:
             draw_seed=self.draw_seed,
             grammar=grammar,
         )
+        self._grammars.check(requests[0])
+        return requests
 
     def add(self, request: Request, index: int, sink: Sink) -> None:
         """Queues a request, choice `index` of its prompt; its deltas go to `sink`, on the stepping thread.

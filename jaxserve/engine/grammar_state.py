@@ -3,7 +3,8 @@
 A request's state follows its output token by token, on the host alone; so a preemption, whatever becomes of pages
 and slots, leaves it as it is. Rules where a grammar meets the request's other settings:
 
-- the mask is the grammar's, less what `allowed_token_ids` and `bad_words` bar; if nothing is left, the request fails;
+- the mask is the grammar's, less what `allowed_token_ids` and `bad_words` bar; if nothing is left, the request fails,
+  when it is submitted or when that shows;
 - EOS is in it where the grammar may end, but not under `ignore_eos`, nor before `min_tokens`;
 - an output ends, with reason "stop", when its grammar allows nothing more, `min_tokens` or not. That is mostly known
   when its last token is there; where it shows only in the next mask, the token sampled meanwhile is dropped. What a
@@ -23,13 +24,13 @@ import numpy as np
 from absl import logging
 from numpy.typing import NDArray
 
-from jaxserve.core import Request, RequestFailedError, StructuredOutputs
+from jaxserve.core import Request, RequestFailedError, StructuredOutputs, UnfollowableError
 from jaxserve.engine.validation import ModelLimits
 from jaxserve.engine.word_tail import WordTail
 from jaxserve.scheduler import StepPlan
 from jaxserve.scheduler.plan import StepResult
 from jaxserve.tables import Bucket
-from jaxserve.text import CompiledGrammar, GrammarCompiler, Tokenizer, matcher_fault
+from jaxserve.text import CompiledGrammar, GrammarCompiler, Tokenizer, is_internal, matcher_fault
 
 Rows = Sequence[tuple[int, "GrammarState"]]
 """Sample rows of a step that a grammar or a word of several tokens binds, each with its request's state."""
@@ -55,12 +56,21 @@ class GrammarState:
         self.ended = False
         self.dropped = False
         self.closed = False
-        self._fault: str | None = None
+        self._fault: RequestFailedError | None = None
         self._ends_next = False  # what the last mask showed
-        self._next_fault: str | None = None
+        self._next_fault: RequestFailedError | None = None
         self._num_accepted = 0
         params = request.params
         self._min_tokens = params.min_tokens
+        self._restricting = [
+            name
+            for name, is_given in (
+                ("bad_words", params.bad_words),
+                ("allowed_token_ids", params.allowed_token_ids is not None),
+                ("min_tokens", grammar is None and params.min_tokens),
+            )
+            if is_given
+        ]
         # Where a grammar allows nothing but stop ids, they are let through.
         self._end_ids = list(request.stop_ids if grammar is None else request.eos_token_ids)
         self._ends_barred = params.ignore_eos and grammar is not None
@@ -93,10 +103,8 @@ class GrammarState:
         mask[:] = _EVERYTHING
         if may_end:
             self._ends_next = True
-        elif self.matcher is not None:
-            self.fail("allowed_token_ids and bad_words bar every token that the grammar allows")
         else:
-            self.fail("allowed_token_ids and min_tokens leave no token that completes none of the words")
+            self.fail(UnfollowableError(self._nothing_left()))
 
     def advance(self, token_id: int) -> None:
         """Notes the token that was sampled, which the matcher was given, unless the output is over."""
@@ -110,8 +118,12 @@ class GrammarState:
             self._word_tail.append(token_id)
         if self.matcher is None:
             return
-        self._fault = matcher_fault(self.matcher)
-        self.ended = self._fault is None and bool(self.matcher.is_stopped())
+        fault = matcher_fault(self.matcher)
+        if fault is not None:
+            kind = RequestFailedError if is_internal(fault) else UnfollowableError
+            self._fault = kind(f"structured_outputs could not be followed: {fault}")
+        else:
+            self.ended = bool(self.matcher.is_stopped())
 
     @property
     def over(self) -> bool:
@@ -119,19 +131,31 @@ class GrammarState:
         return self.ended or self._ends_next or self.failed
 
     @property
-    def failed(self) -> bool:
-        """Whether `check` raises, if not now then with the next token."""
-        return self._fault is not None or self._next_fault is not None
+    def fault(self) -> RequestFailedError | None:
+        """What `check` raises, if not now then with the next token."""
+        return self._fault or self._next_fault
 
-    def fail(self, fault: str) -> None:
-        """Makes the request end by error, with the next token."""
+    @property
+    def failed(self) -> bool:
+        """Whether there is a fault."""
+        return self.fault is not None
+
+    def fail(self, fault: RequestFailedError) -> None:
+        """Makes the request end by this error, with the next token."""
         self._next_fault = fault
 
     def check(self) -> None:
-        """Raises RequestFailedError if the output cannot go on."""
+        """Raises RequestFailedError if the output cannot go on: an UnfollowableError where its own settings are why."""
         if self._fault is not None:
-            field = "bad_words" if self.matcher is None else "structured_outputs"
-            raise RequestFailedError(f"{field} could not be followed: {self._fault}")
+            raise self._fault
+
+    def _nothing_left(self) -> str:
+        where = f"after {self._num_accepted} output tokens"
+        if not self._restricting:
+            return f"structured_outputs allows no token of the model's vocabulary {where}"
+        which = "" if self.matcher is None else " of those that structured_outputs allows"
+        verb = "leaves" if len(self._restricting) == 1 else "leave"
+        return f"{' and '.join(self._restricting)} {verb} no token{which} {where}"
 
 
 @dataclass(slots=True)
@@ -183,15 +207,24 @@ class GrammarStates:
         """See `GrammarCompiler.compile`; from any thread."""
         return self.compiler.compile(wanted)
 
+    def check(self, request: Request) -> None:
+        """Raises ValueError if the request's other settings leave no token that its grammar lets an output begin with.
+
+        From any thread.
+        """
+        if request.grammar is None or (request.params.allowed_token_ids is None and not request.bad_token_ids):
+            return
+        state = self._state(request)
+        assert isinstance(request.grammar, CompiledGrammar), request.request_id
+        state.restrict(self.compiler.first_mask(request.grammar))
+        if state.fault is not None:
+            raise ValueError(str(state.fault))
+
     def add(self, request: Request) -> GrammarState | None:
         """The state of a request that begins; None where no mask is needed."""
         if not request.masked:
             return None
-        grammar = request.grammar
-        assert grammar is None or isinstance(grammar, CompiledGrammar), request.request_id
-        num_known = self._vocab_size if grammar is None else self.compiler.num_known
-        state = GrammarState(grammar, request, num_known, self._vocab_size)
-        self._live[request.request_id] = state
+        state = self._live[request.request_id] = self._state(request)
         return state
 
     def drop(self, request_id: str) -> None:
@@ -199,6 +232,12 @@ class GrammarStates:
         state = self._live.pop(request_id, None)
         if state is not None:
             state.closed = True
+
+    def _state(self, request: Request) -> GrammarState:
+        grammar = request.grammar
+        assert grammar is None or isinstance(grammar, CompiledGrammar), request.request_id
+        num_known = self._vocab_size if grammar is None else self.compiler.num_known
+        return GrammarState(grammar, request, num_known, self._vocab_size)
 
     def rows(self, plan: StepPlan, bucket: Bucket) -> Rows:
         """The rows of a plan that sample under a mask."""
@@ -263,7 +302,8 @@ def _fail_followers(states: Iterable[GrammarState]) -> None:
     logging.exception("llguidance failed; the requests of this step that it is for fail")
     for state in states:
         if state.matcher is not None:
-            state.fail("an internal error; the server's log has its cause")
+            cause = "structured_outputs could not be followed: an internal error; the server's log has its cause"
+            state.fail(RequestFailedError(cause))
 
 
 def _permitted(request: Request, num_known: int, vocab_size: int) -> NDArray[np.uint32]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jaxserve.core import FinishReason, Logprob, Request, RequestMetrics
+from absl import logging
+
+from jaxserve.core import FinishReason, Logprob, Request, RequestFailedError, RequestMetrics, UnfollowableError
 from jaxserve.engine.grammar_state import GrammarState
 from jaxserve.runtime import RowScores, StepOutput
 from jaxserve.scheduler.plan import PrefillChunk, TokenEvent
@@ -26,7 +29,7 @@ class OutputDelta:
       prompt_logprobs: on choice 0's first delta, when asked; entry 0 is None.
       metrics: instants of the request, on the last delta.
       num_cached_tokens: prompt tokens found in the prefix cache, on the last delta.
-      error: why, where `finish_reason` is "error" and the cause is known.
+      error: why, where `finish_reason` is "unfollowable", or "error" and the cause is known.
     """
 
     index: int
@@ -136,7 +139,7 @@ class RequestState:
           Whether a stop string or the grammar ended the request, which the scheduler does not know yet.
 
         Raises:
-          RequestFailedError: the grammar cannot be followed any further.
+          RequestFailedError: the grammar or the barred words cannot be followed any further.
         """
         delta = OutputDelta(self.index, finish_reason=str(end.finish_reason) if end else None)
         grammar = self._grammar if token_id is not None else None
@@ -165,11 +168,17 @@ class RequestState:
         self._sink(delta)
         return stopped is not None or (grammar is not None and grammar.ended)
 
-    def fail(self, now: float, cause: str | None = None) -> None:
-        """Delivers an end by error; `cause`: for the client, where it is known."""
+    def fail(self, error: Exception, now: float) -> FinishReason:
+        """Delivers an end that is no completion, in the handler of what made it; returns the reason."""
+        reason = FinishReason.UNFOLLOWABLE if isinstance(error, UnfollowableError) else FinishReason.ERROR
+        cause = str(error) if isinstance(error, RequestFailedError) else None
+        if reason is FinishReason.ERROR:
+            what = cause or "an unexpected error"
+            logging.error("request %s failed: %s", self.request.request_id, what, exc_info=cause is None)
         self.metrics.finished_at = now
-        reason = FinishReason.ERROR.value
-        self._sink(OutputDelta(self.index, finish_reason=reason, metrics=self.metrics, error=cause))
+        with contextlib.suppress(Exception):  # the sink itself may be what failed
+            self._sink(OutputDelta(self.index, finish_reason=reason.value, metrics=self.metrics, error=cause))
+        return reason
 
     def _take_token(
         self, token_id: int, scores: RowScores | None, stop_token_id: int | None, delta: OutputDelta, now: float

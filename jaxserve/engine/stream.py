@@ -10,8 +10,21 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 
-from jaxserve.core import CompletionOutput, RequestOutput
+from jaxserve.core import (
+    CompletionOutput,
+    FinishReason,
+    JaxserveError,
+    RejectedError,
+    Rejection,
+    RequestFailedError,
+    RequestOutput,
+    UnfollowableError,
+)
 from jaxserve.engine.output_processor import OutputDelta
+
+_DISPLACED = Rejection(
+    "displaced", "a request of higher class took this one's place in the full queue; try again later", retry_after_s=1.0
+)
 
 
 class RequestStream:
@@ -54,7 +67,11 @@ class RequestStream:
         return len(self._pending)
 
     def push(self, delta: OutputDelta) -> None:
-        """Adds a delta, unless the stream has failed; from any thread."""
+        """Adds a delta, unless the stream has failed; one that tells of a failure fails it. From any thread."""
+        error = _failure(delta, self.request_id)
+        if error is not None:
+            self.fail(error)
+            return
         with self._lock:
             if self._error is not None:
                 return
@@ -122,6 +139,18 @@ class RequestStream:
             except RuntimeError:
                 # The loop is closed: nobody reads any more.
                 return
+
+
+def _failure(delta: OutputDelta, request_id: str) -> JaxserveError | None:
+    """The error behind the end of a choice that fails its whole request."""
+    match delta.finish_reason:
+        case FinishReason.DISPLACED:
+            return RejectedError(_DISPLACED)
+        case FinishReason.UNFOLLOWABLE:
+            return UnfollowableError(delta.error)
+        case FinishReason.ERROR:
+            return RequestFailedError(delta.error or f"request {request_id} failed inside the server; others go on")
+    return None
 
 
 def append_delta(output: CompletionOutput, delta: OutputDelta) -> None:

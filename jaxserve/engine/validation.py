@@ -7,7 +7,7 @@ context length. Every message names field, rule and value.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from absl import logging
 
@@ -100,6 +100,8 @@ def make_requests(
 ) -> list[Request]:
     """`params.n` requests for one prompt; a lone one keeps `request_id`, others get `request_id#i`.
 
+    The first alone asks for `params.prompt_logprobs`.
+
     Args:
       terms: what is asked of the scheduler; a service class fills in what they leave open.
       bad_words: ids of each of `params.bad_words`.
@@ -124,7 +126,7 @@ def make_requests(
     check_token_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
     check_token_ids("bad_words", [token_id for word in bad_words for token_id in word], limits.vocab_size)
     bad_token_ids = tuple(word[0] for word in bad_words if len(word) == 1)
-    _check_allowed(params, bad_token_ids, limits)
+    _check_choice(params, bad_token_ids, limits, bound=grammar is not None)
     service_class = _service_class(terms.service_class, service_classes)
     priority = service_class.priority if terms.priority is None else terms.priority
     deadline_s = service_class.deadline_s if terms.deadline_s is None else terms.deadline_s
@@ -133,11 +135,13 @@ def make_requests(
     if not Priority.MIN <= priority <= Priority.MAX:
         raise ValueError(f"priority is {priority}; it must be in [{Priority.MIN}, {Priority.MAX}]")
     seed = params.seed if params.seed is not None else draw_seed()
+    # The prompt of all choices is one, and so are its scores.
+    others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
     return [
         Request(
             request_id=request_id if params.n == 1 else f"{request_id}#{index}",
             prompt_token_ids=tuple(prompt_token_ids),
-            params=params,
+            params=params if index == 0 else others,
             eos_token_ids=limits.eos_token_ids,
             max_tokens=max_tokens,
             seed=choice_seed(seed, index),
@@ -156,22 +160,35 @@ def make_requests(
     ]
 
 
-def _check_allowed(params: SamplingParams, bad: Sequence[int], limits: ModelLimits) -> None:
-    """Raises ValueError unless the allowed ids are in the vocabulary and one of them can be sampled at every step."""
+def _check_choice(params: SamplingParams, bad: Sequence[int], limits: ModelLimits, bound: bool) -> None:
+    """Raises ValueError unless the allowed ids are in the vocabulary and one of them can be sampled at every step.
+
+    Args:
+      bad: ids of the words that are one token.
+      bound: by a grammar, before whose end `min_tokens` holds off EOS alone, and only while something else is left.
+    """
     allowed = params.allowed_token_ids
     if allowed is not None and not (min(allowed) >= 0 and max(allowed) < limits.vocab_size):
         check_token_ids("allowed_token_ids", allowed, limits.vocab_size)
-    if allowed is None and not bad:
-        return
-    left = set(range(limits.vocab_size) if allowed is None else allowed).difference(bad)
-    if not left:
-        raise ValueError("bad_words holds off every token of allowed_token_ids; nothing could be sampled")
-    if params.min_tokens > 0:
-        ends = () if params.ignore_eos else limits.eos_token_ids
-        if not left.difference(ends, params.stop_token_ids):
+    barred = set(bad)
+    if not _num_left(allowed, barred, limits.vocab_size):
+        raise ValueError(f"bad_words holds off every token{_of(allowed)}; nothing could be sampled")
+    if params.min_tokens > 0 and not bound:
+        barred.update(() if params.ignore_eos else limits.eos_token_ids, params.stop_token_ids)
+        if not _num_left(allowed, barred, limits.vocab_size):
             raise ValueError(
-                f"min_tokens is {params.min_tokens}, which holds off EOS and stop ids; allowed_token_ids has no other"
+                f"min_tokens is {params.min_tokens}, which holds off EOS and stop ids; no other token{_of(allowed)}"
+                f" is left{' by bad_words' if bad else ''}"
             )
+
+
+def _num_left(allowed: Sequence[int] | None, barred: set[int], vocab_size: int) -> int:
+    """Tokens that may be sampled; every id of `barred` is in the vocabulary."""
+    return vocab_size - len(barred) if allowed is None else len(set(allowed) - barred)
+
+
+def _of(allowed: Sequence[int] | None) -> str:
+    return "" if allowed is None else " of allowed_token_ids"
 
 
 def _service_class(name: str, configured: Sequence[ServiceClass]) -> ServiceClass:

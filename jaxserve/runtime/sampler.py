@@ -176,8 +176,9 @@ def _keep_allowed(logits: jax.Array, masks: jax.Array, bound: jax.Array) -> jax.
 def _draw(logits: jax.Array, fields: dict[str, Any]) -> jax.Array:
     """Samples every row at its temperature; greedy rows are computed and not used."""
     temperature = fields["temperature"][:, None]
-    x = logits / jnp.where(temperature > 0, temperature, 1.0)
-    x = x - x.max(axis=-1, keepdims=True)
+    # Shifted first: where all that is left was put out of reach, one rounding of a quotient is more than any logit.
+    x = logits - logits.max(axis=-1, keepdims=True)
+    x = x / jnp.where(temperature > 0, temperature, 1.0)
     top_k, top_p, min_p = fields["top_k"], fields["top_p"], fields["min_p"]
     x = jax.lax.cond((top_k > 0).any(), lambda y: _keep_top_k(y, top_k), lambda y: y, x)
     x = jax.lax.cond((top_p < 1).any(), lambda y: _keep_top_p(y, top_p), lambda y: y, x)

@@ -98,7 +98,7 @@ def duplicate_id(request: Request) -> Rejection:
 
 def deadline_passed(deadline_at: float, now: float) -> Rejection:
     """Too late on arrival."""
-    return Rejection("deadline", f"the deadline passed {now - deadline_at:.3f} s before the request arrived")
+    return Rejection("deadline", f"the deadline passed {now - deadline_at:.3g} s before the request arrived")
 
 
 def deadline_infeasible(left_s: float, needed_s: float) -> Rejection:

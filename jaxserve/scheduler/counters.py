@@ -70,7 +70,7 @@ class Counters:
                 self.aborted += 1
             case FinishReason.EXPIRED:
                 self.expired += 1
-            case FinishReason.ERROR:
+            case FinishReason.ERROR | FinishReason.UNFOLLOWABLE:
                 self.failed += 1
             case FinishReason.DISPLACED:
                 self.count_rejection("displaced")

@@ -79,7 +79,7 @@ class Lifecycle(SchedulerState):
         """Ends a live request at any stage; its event is in `take_events`.
 
         Args:
-          reason: ABORT; STOP when a stop string was found, a completion; ERROR when it failed.
+          reason: ABORT; STOP when a stop string was found, a completion; ERROR or UNFOLLOWABLE when it failed.
 
         Returns:
           False when no live request has this id.

@@ -81,6 +81,7 @@ _LISTS = {
     FinishReason.ABORT: "aborted",
     FinishReason.EXPIRED: "expired",
     FinishReason.ERROR: "failed",
+    FinishReason.UNFOLLOWABLE: "failed",
     FinishReason.DISPLACED: "rejected",
 }
 

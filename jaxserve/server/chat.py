@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,7 @@ from starlette.responses import Response
 
 from jaxserve.core import RequestOutput
 from jaxserve.server.auth import key_tenant
-from jaxserve.server.chat_submit import Conversation, submit_chat
-from jaxserve.server.engine_api import StreamApi
+from jaxserve.server.chat_submit import ChatAnswer, Conversation, submit_chat
 from jaxserve.server.errors import stream_error, unfinished_error
 from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxserve.server.messages import chat_end, normalize_messages
@@ -22,7 +20,6 @@ from jaxserve.server.schema import ChatRequest
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage, usage_so_far
 from jaxserve.server.streaming import Answer, respond
-from jaxserve.server.tool_reading import ToolReading
 from jaxserve.server.tools import parse_tools
 
 
@@ -64,25 +61,8 @@ async def begin_chat_completion(
     return _Answer(service, spec, request_id, stream, reading)
 
 
-class _Answer:
+class _Answer(ChatAnswer[ChatRequest]):
     """Renders one chat's outputs."""
-
-    def __init__(
-        self,
-        service: GenerationService,
-        spec: ChatRequest,
-        request_id: str,
-        stream: StreamApi,
-        reading: ToolReading,
-    ) -> None:
-        self.request_id = request_id
-        self.streams: Sequence[StreamApi] = [stream]
-        self.is_stream = bool(spec.stream)
-        self._engine = service.engine
-        self._spec = spec
-        self._stream = stream
-        self._reading = reading
-        self._head = {"id": request_id, "created": int(time.time()), "model": self._engine.model_name}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response of a request without `stream`."""
@@ -111,7 +91,7 @@ class _Answer:
                 entry["token_ids"] = choice.token_ids
             choices.append(entry)
         completion_tokens = sum(len(choice.token_ids) for choice in output.outputs)
-        answer = self._head | {
+        answer = self._head() | {
             "object": "chat.completion",
             "choices": choices,
             "usage": usage(len(output.prompt_token_ids), completion_tokens, output.num_cached_tokens),
@@ -126,7 +106,7 @@ class _Answer:
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events: per choice a role chunk, deltas and one finish; then usage and `[DONE]`."""
         spec = self._spec
-        writer = ChunkWriter({"object": "chat.completion.chunk"} | self._head, spec.include_usage)
+        writer = ChunkWriter({"object": "chat.completion.chunk"} | self._head(), spec.include_usage)
         if spec.return_token_ids:
             writer.extra_first = member("prompt_token_ids", self._stream.prompt_token_ids)
         readers: dict[int, OutputReader] = {}
@@ -168,6 +148,9 @@ class _Answer:
                 usage(len(self._stream.prompt_token_ids), num_tokens, self._stream.num_cached_tokens)
             )
         yield DONE
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.request_id, "created": self._created, "model": self._engine.model_name}
 
     def _usage_so_far(self, num_tokens: int) -> dict[str, Any] | None:
         if not self._spec.continuous_usage:

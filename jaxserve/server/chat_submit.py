@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +35,26 @@ class Conversation:
     end: ChatEnd = ChatEnd.GENERATION_PROMPT
     variables: dict[str, Any] | None = None
     tools: ToolUse | None = None
+
+
+class ChatAnswer[Spec: GenerationRequest]:
+    """What the answers of these routes hold alike; each renders them its own way, see `streaming.Answer`.
+
+    Args:
+      stream, reading: what `submit_chat` gave.
+    """
+
+    def __init__(
+        self, service: GenerationService, spec: Spec, request_id: str, stream: StreamApi, reading: ToolReading
+    ) -> None:
+        self.request_id = request_id
+        self.streams: Sequence[StreamApi] = [stream]
+        self.is_stream = bool(spec.stream)
+        self._engine = service.engine
+        self._spec = spec
+        self._stream = stream
+        self._reading = reading
+        self._created = int(time.time())
 
 
 async def submit_chat(

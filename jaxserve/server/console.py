@@ -64,8 +64,8 @@ class StartupDisplay:
         self.close()
         seconds = time.monotonic() - self._began
         self._console.print(f"[bold]{model}[/bold] is ready after {seconds:.1f} s; {_peak()}")
-        pages = f"playground {http_url}/, API {http_url}/docs" if playground else f"API {http_url}/docs"
-        self._console.print(f"  HTTP  {http_url}   ({pages})", highlight=False, soft_wrap=True)
+        pages = f"playground {http_url}/, API" if playground else "API"
+        self._console.print(f"  HTTP  {http_url}   ({pages} {http_url}/openapi.json)", highlight=False, soft_wrap=True)
         self._console.print(f"  gRPC  {grpc_address}   (jaxserve.v1.Inference)", highlight=False)
         # Printed without wrapping: a broken line would not survive pasting.
         self._console.print("  " + curl_line(model, http_url, api_key), soft_wrap=True, highlight=False, markup=False)

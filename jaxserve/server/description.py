@@ -1,4 +1,4 @@
-"""What /openapi.json, and the page /docs made of it, say of the routes.
+"""What /openapi.json says of the routes.
 
 Bodies are parsed and answers written by hand, so FastAPI derives neither. Types of fields come from the request
 models; their ranges are checked elsewhere (`SamplingParams`, `field_checks`) and told here, from the same constants.
@@ -6,9 +6,10 @@ models; their ranges are checked elsewhere (`SamplingParams`, `field_checks`) an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
+from fastapi import FastAPI
 from pydantic import BaseModel
 
 from jaxserve.core.request import Priority
@@ -164,6 +165,18 @@ def parameters(*given: tuple[str, str, Schema]) -> dict[str, Any]:
         {"name": name, "in": place, "required": place == "path", "schema": schema} for name, place, schema in given
     ]
     return {"openapi_extra": {"parameters": shown}}
+
+
+def describe_keys(app: FastAPI, open_paths: Container[str]) -> None:
+    """Says of every route but `open_paths` that it needs an API key; called once all routes are there."""
+    document = app.openapi()  # FastAPI keeps this object and serves it
+    document.setdefault("components", {})["securitySchemes"] = {
+        "api_key": {"type": "http", "scheme": "bearer", "description": "One of the server's API keys"}
+    }
+    for path, operations in document["paths"].items():
+        if path not in open_paths:
+            for operation in operations.values():
+                operation["security"] = [{"api_key": []}]
 
 
 def _field(name: str, schema: Schema, definitions: Schema) -> Schema:

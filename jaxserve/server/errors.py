@@ -1,7 +1,7 @@
 """One error map for both fronts: what went wrong -> HTTP status and body, gRPC status.
 
 kind                   HTTP  gRPC                 when
-invalid                400   INVALID_ARGUMENT     a caller's mistake, or a request that can never fit
+invalid                400   INVALID_ARGUMENT     a caller's mistake, a request that can never fit or be followed
 unauthenticated        401   UNAUTHENTICATED      missing or wrong API key
 forbidden              403   PERMISSION_DENIED    another tenant than the API key's
 not_found              404   NOT_FOUND            unknown model or path
@@ -30,6 +30,7 @@ from jaxserve.core import (
     NotReadyError,
     RejectedError,
     RequestFailedError,
+    UnfollowableError,
 )
 
 log = logging.getLogger("jaxserve.server")
@@ -81,6 +82,7 @@ _STATUS_OF_END = {
     FinishReason.ABORT: 499,
     FinishReason.EXPIRED: 504,
     FinishReason.ERROR: 500,
+    FinishReason.UNFOLLOWABLE: 400,
     FinishReason.DISPLACED: 429,
 }
 
@@ -158,6 +160,8 @@ def to_api_error(exc: BaseException) -> ApiError:
             return ApiError("unavailable", str(exc), code="not_ready", retry_after_s=exc.retry_after_s)
         case EngineDeadError():
             return ApiError("unavailable", f"the engine stopped: {exc}", code="engine_dead", retry_after_s=30.0)
+        case UnfollowableError():
+            return ApiError("invalid", str(exc), param=_param(str(exc)), code="unfollowable")
         case RequestFailedError():
             return ApiError("internal", f"the request failed: {exc}", code="request_failed")
         case ValueError():

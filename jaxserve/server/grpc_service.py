@@ -32,16 +32,15 @@ from jaxserve.server.version import package_version
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 0.2
-OPTIONS = (
-    # Else two servers share a port in silence, each getting half of the calls.
-    ("grpc.so_reuseport", 0),
-    # A prompt may be computed for minutes before its first token. Clients that ping meanwhile are not sent away,
-    # and a client that is gone is noticed, its request aborted.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+KEEPALIVE = (
+    # A prompt may be computed for minutes before its first token. Clients that ping meanwhile, however often, are not
+    # sent away.
     ("grpc.http2.max_ping_strikes", 0),
+    # A client that is gone is noticed, with a call or without, and its requests are aborted. It is the ping's timeout
+    # that ends the connection; `grpc.keepalive_timeout_ms` does not.
     ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
 )
 
 
@@ -220,7 +219,12 @@ class GrpcServer:
     ) -> None:
         self._engine = service.engine
         keys = KeyRing(settings.api_keys)
-        options = [*OPTIONS, ("grpc.max_receive_message_length", settings.max_body_bytes)]
+        options = [
+            # Else two servers share a port in silence, each getting half of the calls.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            *KEEPALIVE,
+        ]
         interceptors = [KeyInterceptor(keys, settings.guard_probes)]
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
         servicer = InferenceServicer(service, keys)

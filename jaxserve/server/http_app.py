@@ -11,7 +11,8 @@
     GET  /debug/state  /debug/trace                (`debug_routes`)   /   (`playground`)
 
 Bodies are parsed here by hand (`json_body`), not by FastAPI: its own parsing accepts NaN, takes "0.7"
-for a number and answers in another error format. `description` is what /openapi.json and /docs say of them.
+for a number and answers in another error format. `description` is what /openapi.json says of them. FastAPI's pages
+made of it load scripts from a public network, so there are none.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing
 from jaxserve.server.chat import create_chat_completion
 from jaxserve.server.completions import create_completion
 from jaxserve.server.debug_routes import add_debug_routes
-from jaxserve.server.description import ERRORS, answers, parameters, takes
+from jaxserve.server.description import ERRORS, answers, describe_keys, parameters, takes
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import error_response
@@ -60,7 +61,13 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
         own_service.close()
 
     app = FastAPI(
-        title="jaxserve", version=package_version(), lifespan=lifespan, redirect_slashes=False, responses=ERRORS
+        title="jaxserve",
+        version=package_version(),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        responses=ERRORS,
+        docs_url=None,
+        redoc_url=None,
     )
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(Exception, _unexpected)
@@ -79,6 +86,7 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
             {playground.PATH} if settings.enable_playground else set()
         )  # browsers ask for a page without a key
         app.add_middleware(ApiKeyGuard, keys=KeyRing(settings.api_keys), open_paths=open_paths)
+        describe_keys(app, open_paths)
     if settings.allowed_origins:
         # Outermost: a browser's preflight request has no key, and a refusal must be readable too.
         app.add_middleware(

@@ -21,6 +21,9 @@ from jaxserve.server.output_reader import CallArguments, CallStart, Content, Pie
 
 type Event = dict[str, Any]
 
+_ERROR_CODES = {"overloaded": "rate_limit_exceeded", "invalid": "invalid_prompt"}
+"""OpenAI's words for kinds of `ApiError`; a response knows no others that fit."""
+
 
 class ResponseBuilder:
     """Puts one response together.
@@ -85,7 +88,7 @@ class ResponseBuilder:
 
     def fail(self, error: ApiError) -> Event:
         """The event of an end that is a fault."""
-        code = "rate_limit_exceeded" if error.kind == "overloaded" else "server_error"
+        code = _ERROR_CODES.get(error.kind, "server_error")
         if self._open is not None:
             self._open["status"] = "incomplete"
         self.response |= {"status": "failed", "error": {"code": code, "message": error.message}}

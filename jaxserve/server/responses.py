@@ -15,9 +15,8 @@ from starlette.responses import Response
 from jaxserve.core import RequestOutput
 from jaxserve.server.answering import answer
 from jaxserve.server.auth import key_tenant
-from jaxserve.server.chat_submit import Conversation, submit_chat
+from jaxserve.server.chat_submit import ChatAnswer, Conversation, submit_chat
 from jaxserve.server.description import answers, takes
-from jaxserve.server.engine_api import StreamApi
 from jaxserve.server.errors import ApiError, stream_error, unfinished_error
 from jaxserve.server.json_body import error_response
 from jaxserve.server.response_builder import Event, ResponseBuilder
@@ -25,7 +24,6 @@ from jaxserve.server.responses_input import read_input
 from jaxserve.server.responses_schema import ResponsesRequest
 from jaxserve.server.service import GenerationService
 from jaxserve.server.streaming import Answer, respond
-from jaxserve.server.tool_reading import ToolReading
 from jaxserve.server.tools import parse_tools
 
 
@@ -74,31 +72,15 @@ async def begin_response(
     return _Answer(service, spec, request_id, stream, reading)
 
 
-class _Answer:
+class _Answer(ChatAnswer[ResponsesRequest]):
     """Renders one response."""
-
-    def __init__(
-        self,
-        service: GenerationService,
-        spec: ResponsesRequest,
-        request_id: str,
-        stream: StreamApi,
-        reading: ToolReading,
-    ) -> None:
-        self.request_id = request_id
-        self.streams: Sequence[StreamApi] = [stream]
-        self.is_stream = bool(spec.stream)
-        self._engine = service.engine
-        self._stream = stream
-        self._reading = reading
-        self._fields = _constant_fields(spec, request_id, service.engine.model_name)
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The response of a request without `stream`."""
         (output,) = outputs
         (choice,) = output.outputs
         self._check_end(choice.finish_reason)
-        builder = ResponseBuilder(self._fields)
+        builder = ResponseBuilder(self._constant_fields())
         for piece in self._reading.output().feed(choice.text, True):
             for _ in builder.add(piece):
                 pass
@@ -109,7 +91,7 @@ class _Answer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The server-sent events."""
-        builder, reader = ResponseBuilder(self._fields), self._reading.output()
+        builder, reader = ResponseBuilder(self._constant_fields()), self._reading.output()
         for event in builder.begin():
             yield _encoded(event)
         num_tokens = 0
@@ -136,33 +118,33 @@ class _Answer:
         if error is not None:
             raise error
 
+    def _constant_fields(self) -> dict[str, Any]:
+        spec = self._spec
+        return {
+            "id": self.request_id,
+            "object": "response",
+            "created_at": self._created,
+            "model": self._engine.model_name,
+            "background": False,
+            "instructions": spec.instructions,
+            "max_output_tokens": spec.max_output_tokens,
+            "metadata": spec.metadata or {},
+            "parallel_tool_calls": spec.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if spec.temperature is None else spec.temperature,
+            "text": {"format": spec.format},
+            "tool_choice": "auto" if spec.tool_choice is None else spec.tool_choice,
+            "tools": spec.tools or [],
+            "top_p": 1.0 if spec.top_p is None else spec.top_p,
+            "truncation": "disabled",
+        }
+
 
 def _encoded(event: Event) -> bytes:
     kind: str = event["type"]
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
-
-
-def _constant_fields(spec: ResponsesRequest, request_id: str, model_name: str) -> dict[str, Any]:
-    return {
-        "id": request_id,
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": model_name,
-        "background": False,
-        "instructions": spec.instructions,
-        "max_output_tokens": spec.max_output_tokens,
-        "metadata": spec.metadata or {},
-        "parallel_tool_calls": spec.parallel_tool_calls is not False,
-        "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
-        "store": False,
-        "temperature": 1.0 if spec.temperature is None else spec.temperature,
-        "text": {"format": spec.format},
-        "tool_choice": "auto" if spec.tool_choice is None else spec.tool_choice,
-        "tools": spec.tools or [],
-        "top_p": 1.0 if spec.top_p is None else spec.top_p,
-        "truncation": "disabled",
-    }
 
 
 def _usage(input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def summary_of_metrics(text: str, source: str) -> TraceSummary:
             "completed": ended.get("stop", 0) + ended.get("length", 0),
             "aborted": ended.get("abort", 0),
             "expired": ended.get("expired", 0),
-            "failed": ended.get("error", 0),
+            "failed": ended.get("error", 0) + ended.get("unfollowable", 0),
         },
         rejected={reason: count for reason, count in rejected.items() if count},
         preemptions=int(samples.total("num_preemptions_total")),

@@ -38,6 +38,7 @@ _OUTCOMES = {
     FinishReason.ABORT: "aborted",
     FinishReason.EXPIRED: "expired",
     FinishReason.ERROR: "failed",
+    FinishReason.UNFOLLOWABLE: "failed",
 }
 
 

@@ -2,7 +2,7 @@
 
 from jaxserve.text.chat_template import ChatTemplateError
 from jaxserve.text.detokenizer import IncrementalDetokenizer
-from jaxserve.text.grammar import CompiledGrammar, GrammarCompiler, matcher_fault
+from jaxserve.text.grammar import CompiledGrammar, GrammarCompiler, is_internal, matcher_fault
 from jaxserve.text.load import load_tokenizer
 from jaxserve.text.stop_checker import StopChecker
 from jaxserve.text.tokenizer import Tokenizer
@@ -14,6 +14,7 @@ __all__ = [
     "IncrementalDetokenizer",
     "StopChecker",
     "Tokenizer",
+    "is_internal",
     "load_tokenizer",
     "matcher_fault",
 ]

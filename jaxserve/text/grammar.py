@@ -126,6 +126,11 @@ class GrammarCompiler:
             for _, row in matchers:
                 masks[row] = target[row, :words]
 
+    def first_mask(self, grammar: CompiledGrammar) -> NDArray[np.uint32]:
+        """uint32[ceil(V / 32)]: which tokens an output may begin with."""
+        mask = np.frombuffer(grammar.start().compute_bitmask(), np.uint32)
+        return mask[: self._words].copy()
+
     def accept(self, tokens: Sequence[tuple[Any, int]]) -> None:
         """Moves matchers on by a token each; one that does not allow its token is in error from then on."""
         if tokens:
@@ -216,6 +221,11 @@ def _shortened(message: str) -> str:
 
 def _first_line(message: str) -> str:
     return message.split("\n", 1)[0][:200]
+
+
+def is_internal(fault: str) -> bool:
+    """Whether a matcher's fault is none of its grammar's: a panic, or a token that it had not allowed."""
+    return "panic" in fault or "doesn't satisfy the grammar" in fault
 
 
 def matcher_fault(matcher: Any) -> str | None:

@@ -12,8 +12,9 @@ from rich.live import Live
 from rich.text import Text
 
 from jaxserve.config.flags import parse_flags
+from jaxserve.sim.server_pages import UnreadableServerError
 from jaxserve.top.frame import frame
-from jaxserve.top.reader import Sample, ServerReader, UnreadableServerError
+from jaxserve.top.reader import Sample, ServerReader
 
 WINDOW_S = 60.0
 """Time that the latencies of a live view are taken from."""

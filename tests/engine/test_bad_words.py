@@ -185,27 +185,33 @@ def test_ends_are_left_as_they_were(llm):
     assert choice.token_ids == [97, EOS_ID] * 4 and choice.finish_reason == "length"
 
 
-FAULT = (
-    "bad_words could not be followed: allowed_token_ids and min_tokens leave no token that completes none of the words"
-)
+ALL_THREE = "bad_words and allowed_token_ids and min_tokens leave no token after"
 
 
 @pytest.mark.parametrize(
-    ("fields", "kept"),
+    ("fields", "kept", "fault"),
     [
-        (dict(allowed_token_ids=(97, 98), bad_words=["aa", "ab", "ba", "bb"]), 1),
-        (dict(allowed_token_ids=(97, EOS_ID), bad_words=["aaa"], min_tokens=5), 2),
-        (dict(allowed_token_ids=(97, 98), bad_words=["aa"], stop_token_ids=(98,), min_tokens=3), 1),
+        (
+            dict(allowed_token_ids=(97, 98), bad_words=["aa", "ab", "ba", "bb"]),
+            1,
+            "bad_words and allowed_token_ids leave no token after 1 output tokens",
+        ),
+        (dict(allowed_token_ids=(97, EOS_ID), bad_words=["aaa"], min_tokens=5), 2, f"{ALL_THREE} 2 output tokens"),
+        (
+            dict(allowed_token_ids=(97, 98), bad_words=["aa"], stop_token_ids=(98,), min_tokens=3),
+            1,
+            f"{ALL_THREE} 1 output tokens",
+        ),
     ],
     ids=str,
 )
-def test_words_that_leave_nothing_end_their_request_alone(llm, fields, kept):
+def test_words_that_leave_nothing_end_their_request_alone(llm, fields, kept, fault):
     free = [greedy(10), greedy(10, bad_words=["zz"])]
     alone = [ids(llm.generate([[5, 6]], p, use_tqdm=False))[0] for p in free]
     failing = SamplingParams(temperature=0, max_tokens=10, logit_bias={97: 50.0}, **fields)
     outputs = llm.generate([[5, 6]] * 3, [failing, *free], use_tqdm=False)
     (failed,) = outputs[0].outputs
-    assert (failed.finish_reason, failed.error, len(failed.token_ids)) == ("error", FAULT, kept)
+    assert (failed.finish_reason, failed.error, len(failed.token_ids)) == ("unfollowable", fault, kept)
     assert ids(outputs[1:]) == alone
     assert_idle_clean(llm)
 

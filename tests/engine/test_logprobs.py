@@ -5,11 +5,14 @@ An engine adds in another order (per page, chunk and batch shape), which in floa
 `TOLERANCE` leaves room for that and for nothing else.
 """
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputs
+from jaxserve.core import Submission
 from jaxserve.server.logprobs import CompletionLogprobs, chat_logprobs
 from jaxserve.testing.tiny import EOS_ID, write_tiny_model, write_tiny_tokenizer
 from tests.engine.conftest import assert_idle_clean, greedy, random_prompts
@@ -128,6 +131,19 @@ def test_preempted_requests_get_them_once_and_right(make_llm, prompts, kind, pre
     assert llm.engine.scheduler.counters.preemptions > before, "nothing was preempted: the test shows nothing"
     alone = [llm.generate([p], s, use_tqdm=False)[0] for p, s in zip(prompts, settings(kind, 32), strict=True)]
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
+
+
+def test_a_prompt_of_several_choices_is_scored_once(make_llm):
+    llm, (prompt,) = make_llm(enable_prefix_caching=True), random_prompts((40,))
+    asked = SamplingParams(n=3, max_tokens=4, ignore_eos=True, seed=1, prompt_logprobs=2)
+    requests = llm.engine.make_requests(Submission(prompt, asked, "r"), 0.0)
+    assert [request.params.prompt_logprobs for request in requests] == [2, None, None]
+    (plain,) = llm.generate([prompt], replace(asked, prompt_logprobs=None), use_tqdm=False)
+    hits = llm.engine.stats.cache_hits
+    (scored,) = llm.generate([prompt], asked, use_tqdm=False)
+    assert llm.engine.stats.cache_hits > hits, "the other choices take the prompt from the cache"
+    assert scored.num_cached_tokens == 0 and [len(scored.prompt_logprobs), plain.prompt_logprobs] == [len(prompt), None]
+    assert [c.token_ids for c in scored.outputs] == [c.token_ids for c in plain.outputs]
 
 
 @KINDS

@@ -214,16 +214,52 @@ def test_other_settings_choose_among_what_the_grammar_allows(llm):
 
 
 def test_settings_that_leave_nothing_end_their_request_alone(llm):
-    params = [bound(regex="[ab]+", allowed_token_ids=(99,)), greedy(10), bound(regex="[ab]{3}")]
+    params = [bound(regex="ab[ab]+", allowed_token_ids=(97, 99)), greedy(10), bound(regex="[ab]{3}")]
     alone = [ids(llm.generate([[5, 6]], p, use_tqdm=False))[0] for p in params[1:]]
     outputs = llm.generate([[5, 6]] * 3, params, use_tqdm=False)
     failed = outputs[0].outputs[0]
-    assert failed.finish_reason == "error" and not failed.token_ids
-    assert failed.error == (
-        "structured_outputs could not be followed: allowed_token_ids and bad_words bar every token that the grammar"
-        " allows"
-    )
+    assert failed.finish_reason == "unfollowable" and failed.token_ids == [97]
+    nothing = "allowed_token_ids leaves no token of those that structured_outputs allows after"
+    assert failed.error == f"{nothing} 1 output tokens"
     assert ids(outputs[1:]) == alone
+    assert_idle_clean(llm)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        (dict(allowed_token_ids=(99,)), "allowed_token_ids leaves"),
+        (dict(bad_words=["a", "b"]), "bad_words leaves"),
+        (dict(allowed_token_ids=(97, 99), bad_words=["a"]), "bad_words and allowed_token_ids leave"),
+        (dict(allowed_token_ids=(EOS_ID,), min_tokens=1), "allowed_token_ids leaves"),
+    ],
+    ids=str,
+)
+def test_settings_that_leave_nothing_to_begin_with_are_refused_at_once(llm, fields, names):
+    message = f"{names} no token of those that structured_outputs allows after 0 output tokens"
+    with pytest.raises(ValueError, match=message):
+        run(llm, bound(regex="[ab]+", **fields))
+    assert_idle_clean(llm)
+
+
+def test_an_output_may_end_where_nothing_else_is_left(llm):
+    for fields in (dict(regex="[ab]*"), dict(regex="a?b?")):
+        (choice,) = run(llm, bound(**fields, allowed_token_ids=(99,)))
+        assert (choice.finish_reason, choice.token_ids) == ("stop", [])
+    # min_tokens holds off only what is not all that is left.
+    (choice,) = run(llm, bound(regex="[ab]{2}", allowed_token_ids=(97,), stop_token_ids=(97,), min_tokens=2))
+    assert choice.token_ids == [97, 97] and choice.finish_reason == "stop"
+
+
+def test_a_grammar_that_grows_too_costly_ends_its_request_alone(llm):
+    costly = 'start: s\ns: "a" | ' + " | ".join(" ".join("s" * count) for count in range(2, 20))
+    params = [bound(grammar=costly, max_tokens=60, ignore_eos=True), greedy(10)]
+    alone = ids(llm.generate([[5, 6]], params[1], use_tqdm=False))[0]
+    outputs = llm.generate([[5, 6]] * 2, params, use_tqdm=False)
+    failed = outputs[0].outputs[0]
+    assert failed.finish_reason == "unfollowable" and 5 < len(failed.token_ids) < 60
+    assert "structured_outputs could not be followed: " in failed.error and "items; max is 2000" in failed.error
+    assert ids(outputs[1:]) == [alone]
     assert_idle_clean(llm)
 
 
@@ -239,8 +275,8 @@ def test_a_matcher_that_fails_midway_ends_its_request_alone(llm, monkeypatch):
     monkeypatch.setattr(grammar_state, "matcher_fault", sometimes)
     outputs = llm.generate([[5, 6]] * 3, params, use_tqdm=False)
     reasons = [output.outputs[0].finish_reason for output in outputs]
-    assert sorted(reasons[:2]) == ["error", "stop"] and reasons[2] == "length"
-    failed = reasons.index("error")
+    assert sorted(reasons[:2]) == ["stop", "unfollowable"] and reasons[2] == "length"
+    failed = reasons.index("unfollowable")
     assert "too complex" in outputs[failed].outputs[0].error
     assert outputs[failed].outputs[0].token_ids == alone[failed][:4]
     assert [ids(outputs)[i] for i in range(3) if i != failed] == [alone[i] for i in range(3) if i != failed]

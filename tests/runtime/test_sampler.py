@@ -290,7 +290,7 @@ def test_held_off_stop_ids_are_let_through_where_a_grammar_allows_nothing_else(s
     request = Request("r", (1,), SamplingParams(stop_token_ids=(5, 6), min_tokens=3))
     state = place_row(make_state(), 0, slot_row(request, [], -1, VOCAB))
     flags = BOUND | FLAG_EDITS | FLAG_HOLD_STOPS
-    for temperature in (0, 1):
+    for temperature in (0, 0.7, 1, 1.5, 100):
         fields = columns(1, flags=flags, temperature=temperature)
         assert sample(logits(1), state, fields, mask_of([5])[None])[0] == 5
         assert sample(logits(1), state, fields, mask_of([5, 9])[None])[0] == 9

@@ -1,7 +1,7 @@
 """An engine whose answers are known in advance, with faults on demand; no jax, no model.
 
 Token ids are bytes. A request's output is `b"abcdefgh..."` from its prompt's last byte on, one token per
-turn of the event loop; `hold` stops all of them, `fail_after` breaks them. With a `script` every choice is that
+turn of the event loop; `hold_off` stops all of them, `fail_after` breaks them. With a `script` every choice is that
 text instead, cut into pieces, and ends by itself.
 """
 
@@ -121,7 +121,6 @@ class FakeStream:
         self.cancelled = asyncio.Event()
         self._engine = engine
         self._params = params
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def cancel(self) -> None:
         if self._engine.live.pop(self.request_id, None) is not None:
@@ -137,8 +136,6 @@ class FakeStream:
                 yield delta
             return
         max_tokens = 64 if self._params.max_tokens is None else self._params.max_tokens
-        if self._engine.text is not None:
-            max_tokens = min(max_tokens, len(self._engine.text.encode()))
         for step in range(max(max_tokens, 1)):
             for index in range(self.n):
                 yield await self._delta(index, step, max_tokens)
@@ -146,20 +143,22 @@ class FakeStream:
         self._engine.metrics.running.set(len(self._engine.live))
 
     async def _scripted(self, text: str) -> AsyncIterator[FakeDelta]:
-        limit, size = self._params.max_tokens, self._engine.script_piece
-        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        limit, size, data = self._params.max_tokens, self._engine.script_piece, text.encode()
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
         kept = pieces if limit is None else pieces[:limit]
+        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(self.n)]
         for step, piece in enumerate(kept):
             for index in range(self.n):
                 await asyncio.sleep(self._engine.step_s)
                 if self.cancelled.is_set():
                     return
-                logprobs = None if self._params.logprobs is None else [_scores(65, self._params.logprobs)]
+                logprobs = None if self._params.logprobs is None else [_scores(piece[0], self._params.logprobs)]
                 finish = None
                 if step + 1 == len(kept):
                     finish = "stop" if len(kept) == len(pieces) else "length"
-                yield FakeDelta(index, piece, [65], logprobs, finish)
+                yield FakeDelta(index, decoders[index].decode(piece), [piece[0]], logprobs, finish)
         self._engine.live.pop(self.request_id, None)
+        self._engine.metrics.running.set(len(self._engine.live))
 
     async def _delta(self, index: int, step: int, max_tokens: int) -> FakeDelta:
         engine = self._engine
@@ -181,13 +180,9 @@ class FakeStream:
         if max_tokens == 0:
             return FakeDelta(index, "", [], None, "length", prompt_logprobs=scores)
         token_id = output_id(self.prompt_token_ids, index, step)
-        text = chr(token_id)
-        if engine.text is not None:
-            token_id = engine.text.encode()[step]
-            text = self._decoder.decode(bytes([token_id]))
         logprobs = None if self._params.logprobs is None else [_scores(token_id, self._params.logprobs)]
         finish = "length" if step + 1 == max_tokens else None
-        return FakeDelta(index, text, [token_id], logprobs, finish, prompt_logprobs=scores)
+        return FakeDelta(index, chr(token_id), [token_id], logprobs, finish, prompt_logprobs=scores)
 
     async def collect(self) -> RequestOutput:
         outputs = [CompletionOutput(index) for index in range(self.n)]
@@ -212,8 +207,7 @@ class FakeEngine:
       step_s: seconds per token.
       expire_after: end with "expired" at that step.
       max_live: more are refused as a full queue.
-      script, script_piece: every choice's text, and how many characters of it come at once.
-      text: what every request outputs instead, a byte a token.
+      script, script_piece: every choice's text, and how many of its bytes come at once, as the token of the first.
     """
 
     def __init__(self) -> None:
@@ -234,7 +228,6 @@ class FakeEngine:
         self.max_live = 100
         self.script: str | None = None
         self.script_piece = 3
-        self.text: str | None = None
         self.num_views = 0
         self.live: dict[str, FakeStream] = {}
         self.num_cancelled = 0
@@ -322,6 +315,15 @@ class FakeEngine:
 
     def shutdown(self) -> None:
         self.state = "stopped"
+
+
+def script(server: Any, text: str, piece: int = 3) -> None:
+    """Has the engine of a `RunningServer` answer `text`, so many bytes at once."""
+
+    def change() -> None:
+        server.engine.script, server.engine.script_piece = text, piece
+
+    server.call(change)
 
 
 def output_id(prompt: Sequence[int], index: int, step: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from jaxserve.config import EngineConfig
@@ -11,16 +12,18 @@ from jaxserve.engine.engine import Progress
 
 
 class GatedEngine(Engine):
-    """`gate` cleared: no step begins. `fault` set: the next step raises it."""
+    """`gate` cleared: no step begins. `fault` set: the next step raises it. `step_s`: added to each, as by a device."""
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None, **kwargs: Any) -> None:
         super().__init__(config, progress=progress, **kwargs)
         self.gate = threading.Event()
         self.gate.set()
         self.fault: Exception | None = None
+        self.step_s = 0.0
 
     def step(self) -> bool:
         self.gate.wait()
+        time.sleep(self.step_s)
         if self.fault is not None:
             raise self.fault
         return super().step()

@@ -256,7 +256,7 @@ def test_api_7_neighbours_of_bound_and_failing_outputs_are_as_alone(server, clie
     thread = threading.Thread(target=run)
     thread.start()
     bound = bound_output(client, path, False, guided_json=LONG)
-    nothing_left = {"guided_regex": "[ab]+", "allowed_token_ids": [99]}
-    error_of(client.post(path, json=(CHAT if "chat" in path else {"prompt": "hi"}) | nothing_left), 500)
+    nothing_left = {"guided_regex": "a[ab]+", "allowed_token_ids": [97, 99], "bad_words": ["aa"]}
+    error_of(client.post(path, json=(CHAT if "chat" in path else {"prompt": "hi"}) | nothing_left), 400)
     thread.join(30)
     assert answers == [solo] and bound_output(client, path, False, guided_json=LONG) == bound

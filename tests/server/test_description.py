@@ -3,8 +3,12 @@
 import jsonschema
 import pytest
 
+from jaxserve.config.api_keys import ApiKey
+from jaxserve.server.auth import PROBES
 from jaxserve.server.description import ErrorAnswer
-from tests.server.running import error_of
+from jaxserve.server.settings import HttpSettings
+from tests.server.fake_engine import FakeEngine
+from tests.server.running import RunningServer, error_of
 
 ROUTES = {
     ("post", "/v1/completions"),
@@ -118,3 +122,33 @@ def test_a_value_on_a_described_limit_is_taken(document, client, field):
     jsonschema.Draft202012Validator(body["schema"]).validate(body["examples"]["short"]["value"] | field)
     response = client.post("/v1/completions", json=body["examples"]["short"]["value"] | field)
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("guard_probes", [False, True])
+def test_a_keyed_server_says_which_routes_need_a_key_and_those_do(guard_probes):
+    server = RunningServer(FakeEngine, HttpSettings(api_keys=(ApiKey("secret"),), guard_probes=guard_probes))
+    try:
+        with server.client() as client:
+            document = client.get("/openapi.json", headers={"Authorization": "Bearer secret"}).json()
+            ((name, scheme),) = document["components"]["securitySchemes"].items()
+            assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+            guarded = set()
+            for method, path in ROUTES:
+                security = document["paths"][path][method].get("security")
+                assert security in (None, [{name: []}])
+                refused = client.request(method, path).status_code == 401
+                assert refused == (security is not None), path
+                guarded |= {path} if refused else set()
+    finally:
+        server.stop()
+    assert guarded == {path for _, path in ROUTES} - (set() if guard_probes else PROBES)
+
+
+def test_an_open_server_asks_for_no_key(document):
+    assert "securitySchemes" not in document["components"]
+    assert not any("security" in operation for item in document["paths"].values() for operation in item.values())
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/docs/oauth2-redirect"])
+def test_there_is_no_page_that_loads_scripts_from_elsewhere(client, path):
+    error_of(client.get(path), 404)

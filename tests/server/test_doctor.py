@@ -2,7 +2,13 @@
 
 import json
 
+import pytest
+
+from jaxserve.config.api_keys import ApiKey
 from jaxserve.doctor import main
+from jaxserve.server.settings import HttpSettings
+from tests.server.fake_engine import FakeEngine
+from tests.server.running import RunningServer
 
 
 def test_a_live_server_is_examined(server, capsys):
@@ -15,3 +21,22 @@ def test_a_live_server_is_examined(server, capsys):
     assert summary["ended"]["completed"] >= 1 and summary["ttft_s"]["count"] >= 1
     assert summary["itl_s"]["count"] >= 5 and summary["e2e_s"]["p50"] > 0.0
     assert all(diagnosis["says"] for diagnosis in report["diagnoses"])
+
+
+def test_a_server_that_guards_its_metrics_is_read_with_a_key(capsys, monkeypatch):
+    server = RunningServer(FakeEngine, HttpSettings(api_keys=(ApiKey("a-key", "alice"),), guard_probes=True))
+    try:
+        for words, said in (
+            ((), "an API key is needed; send Authorization: Bearer KEY; set --api_key or JAXSERVE_API_KEY"),
+            (("--api_key=other",), "the API key is wrong; set --api_key or JAXSERVE_API_KEY"),
+            (("--api_key=a\nkey",), "--api_key has a character that no HTTP header carries"),
+        ):
+            with pytest.raises(SystemExit) as raised:
+                main(["prog", f"--url={server.url}", *words])
+            told = capsys.readouterr().err
+            assert raised.value.code == 2 and said in told and "a\nkey" not in told
+        assert main(["prog", f"--url={server.url}", "--api_key=a-key"]) == 0
+        monkeypatch.setenv("JAXSERVE_API_KEY", "a-key")
+        assert main(["prog", f"--url={server.url}"]) == 0
+    finally:
+        server.stop()

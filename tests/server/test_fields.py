@@ -72,10 +72,11 @@ def test_bad_words_of_several_tokens_never_stand_in_an_output(client, path):
 @pytest.mark.parametrize("path", ROUTES)
 def test_words_that_leave_nothing_fail_their_request_alone(client, alive, path):
     body = body_of(path) | {"allowed_token_ids": [97, 98], "bad_words": ["aa", "ab", "ba", "bb"], "temperature": 0}
-    error = error_of(client.post(path, json=body), 500)
-    assert error["code"] == "request_failed" and "bad_words could not be followed" in error["message"]
+    error = error_of(client.post(path, json=body), 400)
+    assert (error["code"], error["param"]) == ("unfollowable", "bad_words")
+    assert error["message"] == "bad_words and allowed_token_ids leave no token after 1 output tokens"
     last = events_of(client.post(path, json=body | {"stream": True}).text)[-1]
-    assert "leave no token that completes none of the words" in last["error"]["message"]
+    assert last == {"error": error}
     alive()
 
 

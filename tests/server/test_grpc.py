@@ -179,6 +179,16 @@ def test_fields_choose_tokens_as_over_http(stub, client, baseline):
     )
 
 
+def test_settings_that_leave_no_token_are_the_callers_mistake(stub, alive):
+    allowed = pb.TokenIds(ids=[97, 98])
+    at_once = {"structured_outputs": pb.StructuredOutputs(regex="c+"), "allowed_token_ids": allowed}
+    later = {"allowed_token_ids": allowed, "bad_words": ["aa", "ab", "ba", "bb"]}
+    for fields, words in ((at_once, "allowed_token_ids leaves no token"), (later, "leave no token after 1 output")):
+        code, details, _ = failure(stub.Generate(request(sampling=pb.SamplingParams(max_tokens=8, **fields))))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT and words in details
+    alive()
+
+
 class TestOrchestrator:
     """JetStream's service."""
 

@@ -107,6 +107,16 @@ def open_streams(server, count):
         thread.join(20)
 
 
+def test_every_page_that_the_operator_is_told_of_is_there(start):
+    server = start("tests.server.fake_main", 1, 0).ready()
+    until(lambda: any("curl" in line for line in server.errors), what="the notes")
+    told = [word.strip("(),") for line in server.errors if "curl" not in line for word in line.split()]
+    pages = [word for word in told if word.startswith("http://") and word != server.url]
+    assert f"{server.url}/openapi.json" in pages and f"{server.url}/" in pages
+    for page in pages:
+        assert httpx.get(page).status_code == 200, page
+
+
 def test_on_sigterm_streams_finish_new_requests_get_503_and_the_exit_is_clean(start):
     server = start("tests.server.fake_main", 20, 0.02).ready()
     with open_streams(server, 3) as texts:

@@ -88,6 +88,7 @@ def test_a_request_line_has_counts_times_reason_and_status_and_no_prompt(lines):
         ("abort", False, 499),
         ("expired", False, 504),
         ("error", False, 500),
+        ("unfollowable", False, 400),
         ("displaced", True, 429),
         ("queue_full_requests", True, 429),
         ("never_fits", True, 400),

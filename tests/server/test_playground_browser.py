@@ -7,7 +7,7 @@ from jaxserve.core import ChunkView, IterationView, Recording
 from jaxserve.server.settings import HttpSettings
 from tests.server import browser as chromium
 from tests.server.browser import ENTER, Browser
-from tests.server.fake_engine import FakeEngine
+from tests.server.fake_engine import FakeEngine, script
 from tests.server.running import RunningServer, until
 
 pytestmark = [
@@ -64,7 +64,7 @@ def test_a_conversation_streams_and_is_sent_whole_with_each_message(page, fake_s
 
 
 def test_what_the_model_says_is_text_whatever_it_looks_like(page, fake_server):
-    fake_server.engine.text = MARKUP
+    script(fake_server, MARKUP, 1)
     ask(page, "<b>bold</b>")
     ended(page)
     page.click("#colour")
@@ -105,7 +105,7 @@ def test_clear_ends_the_answer_and_begins_another_conversation(page, fake_server
 
 
 def test_tokens_are_coloured_and_show_alternatives_by_pointer_and_keyboard(page, fake_server):
-    fake_server.engine.text = "ab😊"
+    script(fake_server, "ab😊", 1)
     page.click("#colour")
     ask(page)
     ended(page)
@@ -185,7 +185,7 @@ def test_every_field_and_button_has_a_name(page):
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_a_phone_and_follows_the_colour_scheme(fake_server, dark):
-    fake_server.engine.text = "a long word " + "x" * 80
+    script(fake_server, "a long word " + "x" * 80, 1)
     phone = Browser(390, 844, dark=dark)
     try:
         phone.open(fake_server.url)

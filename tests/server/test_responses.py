@@ -5,8 +5,10 @@ import json
 import openai
 import pytest
 
+from jaxserve.core import UnfollowableError
+from tests.server.fake_engine import script
 from tests.server.running import error_of, strict_json
-from tests.server.test_tools import ARGUMENTS, BROKEN, ONE, SCHEMA, TWO, script
+from tests.server.test_tools import ARGUMENTS, BROKEN, ONE, SCHEMA, TWO
 
 PATH = "/v1/responses"
 WEATHER = {"type": "function", "name": "get_weather", "description": "Weather", "parameters": SCHEMA, "strict": True}
@@ -147,6 +149,10 @@ def test_a_fault_in_a_stream_is_a_failed_response(fake_server, fake_client):
         "message": "the request failed: broken on purpose",
     }
     error_of(fake_client.post(PATH, json={"input": "hi"}), 500)
+    fake_server.engine.fault = UnfollowableError("bad_words leaves no token after 2 output tokens")
+    events = sent_events(fake_client.post(PATH, json={"input": "hi", "stream": True}).text)
+    assert events[-1]["response"]["error"] == {"code": "invalid_prompt", "message": str(fake_server.engine.fault)}
+    assert error_of(fake_client.post(PATH, json={"input": "hi"}), 400)["code"] == "unfollowable"
 
 
 def test_items_become_messages(fake_server, fake_client):

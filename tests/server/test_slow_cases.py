@@ -2,7 +2,6 @@
 
 import gc
 import json
-import socket
 import threading
 import time
 import tracemalloc
@@ -10,13 +9,10 @@ import tracemalloc
 import grpc
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine import AsyncEngine
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
-from jaxserve.testing.tiny import write_tiny_model
-from tests.server.gated_engine import GatedEngine
-from tests.server.running import RunningServer, error_of, events_of, raw_request, read_until, until
+from tests.server.long_contexts import narrow_connection, serve_long_contexts, unchunked
+from tests.server.running import error_of, events_of, raw_request, read_until, until
 
 URL = "/v1/completions"
 
@@ -24,33 +20,8 @@ URL = "/v1/completions"
 @pytest.fixture(scope="module")
 def long_server(tmp_path_factory):
     """Five slots, a queue of two, a context of 1024."""
-    model = write_tiny_model(tmp_path_factory.mktemp("long") / "model", max_position=1024)
-    config = EngineConfig(
-        model=str(model),
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=5,
-        max_queue_requests=2,
-        max_num_batched_tokens=64,
-        prefill_chunk=16,
-        page_size=16,
-        num_pages=5 * 64 + 1,
-        decode_buckets=(5,),
-        prefill_buckets=(64,),
-        table_width_buckets=(64,),
-        served_model_name="tiny",
-        compile_cache="",
-    )
-    engine = AsyncEngine(config, factory=GatedEngine)
-    engine.start()
-    until(lambda: engine.state in ("ready", "dead"), 200, "ready")
-    server = RunningServer(lambda: engine)
-    # Accepted connections inherit it: the kernel is not to hold a whole answer for a reader that stalls.
-    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
-    yield server
-    server.stop()
-    engine.engine.gate.set()
-    engine.shutdown()
+    with serve_long_contexts(tmp_path_factory.mktemp("long") / "model", 1024, max_queue_requests=2) as server:
+        yield server
 
 
 @pytest.fixture
@@ -77,9 +48,7 @@ def test_str_3_a_stalled_reader_costs_others_nothing_and_gets_everything(long_se
             events = events_of(client.post(URL, json=body | {"stream": True}).text)
         took.append("".join(event["choices"][0]["text"] for event in events[:-1]))
 
-    with socket.socket() as stalled:
-        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        stalled.connect(("127.0.0.1", long_server.port))
+    with narrow_connection(long_server) as stalled:
         asked = {"stream": True, "logprobs": 20, "return_token_ids": True}
         stalled.sendall(raw_request(URL, stalling | asked))
         data = read_until(stalled, 1)
@@ -110,17 +79,6 @@ def test_str_3_a_stalled_reader_costs_others_nothing_and_gets_everything(long_se
         if event.startswith("data: {"):
             tokens += json.loads(event[6:])["choices"][0]["token_ids"]
     assert tokens == alone
-
-
-def unchunked(data):
-    """The body of a chunked HTTP answer."""
-    rest, body = data.split(b"\r\n\r\n", 1)[1], b""
-    while rest:
-        size, _, rest = rest.partition(b"\r\n")
-        if int(size, 16) == 0:
-            break
-        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
-    return body.decode()
 
 
 @pytest.fixture

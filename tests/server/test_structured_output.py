@@ -154,11 +154,12 @@ def test_what_cannot_be_followed_is_a_400_that_names_the_field(client, path, fie
 
 
 def test_a_failure_midway_says_why_and_hits_nobody_else(client, alive):
-    fields = {"guided_regex": "[ab]+", "allowed_token_ids": [99]}
-    error = error_of(client.post(ROUTES[0], json=body_of(ROUTES[0], **fields)), 500)
-    assert error["code"] == "request_failed" and "bar every token that the grammar allows" in error["message"]
+    fields = {"guided_regex": "ab+", "allowed_token_ids": [97]}
+    error = error_of(client.post(ROUTES[0], json=body_of(ROUTES[0], **fields)), 400)
+    assert error["code"] == "unfollowable" and error["param"] == "allowed_token_ids"
+    assert "no token of those that structured_outputs allows after 1 output tokens" in error["message"]
     last = events_of(client.post(ROUTES[0], json=body_of(ROUTES[0], **fields, stream=True)).text)[-1]
-    assert "bar every token that the grammar allows" in last["error"]["message"]
+    assert last == {"error": error}
     alive()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.server.messages import MAX_ARGUMENTS_CHARS
 from jaxserve.text.tool_forms import ToolForms
+from tests.server.fake_engine import script
 from tests.server.running import error_of, events_of
 
 CHAT = "/v1/chat/completions"
@@ -24,13 +25,6 @@ BROKEN = '<tool_call>{"name": "get_weather", "arguments": {"city": </tool_call>'
 
 def body(**fields):
     return {"messages": [USER], "tools": [WEATHER, NOW]} | fields
-
-
-def script(server, text, piece=3):
-    def change():
-        server.engine.script, server.engine.script_piece = text, piece
-
-    server.call(change)
 
 
 def streamed(events):

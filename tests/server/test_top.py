@@ -69,6 +69,8 @@ def test_a_loading_server_says_how_far_it_is(fake_server, capsys):
     [
         ("http://127.0.0.1:1", "http://127.0.0.1:1 does not answer: "),
         ("127.0.0.1:8000", "it must begin with http://"),
+        ("http://127.0.0.1:a", "http://127.0.0.1:a does not answer: "),
+        ("http://[::1", "http://[::1 does not answer: "),
     ],
 )
 def test_a_server_that_is_not_there_is_named(capsys, url, said):
@@ -118,3 +120,8 @@ def test_latencies_of_an_interval_are_those_of_its_requests_alone():
 def test_it_needs_no_jax():
     code = "import sys; import jaxserve.top.__main__; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_port_that_speaks_something_else_is_named(fake_server, capsys):
+    assert top(f"--url=http://{fake_server.grpc_address}")[0] == 1
+    assert f"http://{fake_server.grpc_address} does not answer: " in capsys.readouterr().err

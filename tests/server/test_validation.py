@@ -167,8 +167,12 @@ def test_a_field_of_the_other_route_is_refused_naming_that_route(fake_client, pa
         ({"bad_words": "a"}, "bad_words"),
         ({"bad_words": ["a"] * 65}, "the limit is 64"),
         ({"bad_words": ["a" * 257]}, "the limit is 256"),
-        ({"bad_words": ["A"], "allowed_token_ids": [65]}, "bad_words holds off every token"),
+        ({"bad_words": ["A"], "allowed_token_ids": [65]}, "bad_words holds off every token of allowed_token_ids"),
         ({"min_tokens": 2, "allowed_token_ids": [65], "stop_token_ids": [65]}, "min_tokens is 2"),
+        (
+            {"min_tokens": 1, "allowed_token_ids": [65, 66], "stop_token_ids": [65], "bad_words": ["B"]},
+            "no other token of allowed_token_ids is left by bad_words",
+        ),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens is -2"),
         ({"truncate_prompt_tokens": 129}, "the limit is 128"),
