@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention import bench
 def test_small_bench_writes_a_figure_per_shape(tmp_path, capsys):
     assert bench.main(["--small", "--repeats=1", f"--output={tmp_path / 'f.json'}"]) == 0
     record = json.loads((tmp_path / "f.json").read_text())
-    assert [figure["contender"] for figure in record["figures"]] == ["cpu", "cpu"]
+    assert [figure["contender"] for figure in record["figures"]] == ["native_cpu", "xla"] * 2
     assert all(figure["microseconds"] > 0 and not figure["note"] for figure in record["figures"])
     assert record["copy_bytes_per_s"] > 0
     assert "decode b2 c64" in capsys.readouterr().out
