@@ -59,6 +59,8 @@ def run(flags: FlagValues) -> None:
         raise ValueError("compare runs one setting: give no factors and at most one of rates")
     load = read_load(flags)
     rate = flags.rates[0] if flags.rates else None
+    if rate is None and load.kind not in (None, "batch"):
+        raise ValueError(f"arrivals of {flags.workload} are {load.kind}; say how fast they come with rates")
     runs: dict[str, list[dict[str, Any]]] = {"a": [], "b": []}
     with ExitStack() as stack:
         kept: dict[str, Target] = {}

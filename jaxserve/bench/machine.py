@@ -26,12 +26,15 @@ from absl.flags import FlagValues
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.report import Column, print_table, report
+from jaxserve.config import EngineConfig
 from jaxserve.core import Submission
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stats import EngineStats
 from jaxserve.models import ModelConfig, weights
 from jaxserve.models.linear import matmul
+from jaxserve.runtime import make_mesh, weights_form
 from jaxserve.sim.roofline import ModelShape
+from pallas_kernels.matmul import can_pack, pack
 
 SLOTS = (8, 32)
 """Where the flag does not say."""
@@ -149,7 +152,12 @@ def measure_limits(dtypes: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def measure_matmuls(config: ModelConfig, dtype: str, rows: int) -> list[dict[str, Any]]:
-    """The products of one decode step, by shape; `ms` and rates of all products of that shape together."""
+    """The products of one decode step, by shape and with the weights in the form that the engine gives them.
+
+    Returns:
+      A row per shape; `ms` and rates are of all products of that shape together.
+    """
+    packs = weights_form(EngineConfig(model="", dtype=dtype), make_mesh(1)) == "packed"
     kinds: Counter[tuple[int, int, bool]] = Counter()
     for weight in weights(config):
         if len(weight.shape) == 2 and (weight.path != ("embed",) or config.tie_word_embeddings):
@@ -158,6 +166,10 @@ def measure_matmuls(config: ModelConfig, dtype: str, rows: int) -> list[dict[str
     for (height, width, transposed), count in kinds.items():
         kernels = [_random((height, width), dtype, seed) for seed in range(count)]
         in_size, out_size = (width, height) if transposed else (height, width)
+
+        if packs and can_pack((in_size, out_size), jnp.dtype(dtype)):
+            kernels = [pack(kernel.T if transposed else kernel) for kernel in kernels]
+            transposed = False
 
         @jax.jit
         def products(x: jax.Array, kernels: list[jax.Array], transposed: bool = transposed) -> list[jax.Array]:
@@ -186,8 +198,10 @@ def measure_step(model: str, dtype: str, slots: int, context: int) -> dict[str, 
       `step_ms`, and `config`, the model's.
     """
     num_prompt = max(context - STEPS // 2, 1)
-    max_model_len = num_prompt + STEPS + slots
-    budget = max(TOKEN_BUDGET, slots)
+    budget = slots + TOKEN_BUDGET
+    # As many steps for all as it takes to read every prompt, then those that are timed.
+    num_output = STEPS + slots * -(-num_prompt // TOKEN_BUDGET)
+    max_model_len = num_prompt + num_output
     llm = LLM(
         model,
         dtype=dtype,
@@ -205,8 +219,7 @@ def measure_step(model: str, dtype: str, slots: int, context: int) -> dict[str, 
     rng = np.random.default_rng(0)
     for number in range(slots):
         prompt = rng.integers(0, engine.limits.vocab_size, num_prompt).tolist()
-        # As many steps for all as there are prompts to read, then those that are timed.
-        params = SamplingParams(temperature=0, max_tokens=STEPS + slots, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
         (request,) = engine.make_requests(Submission(prompt, params, str(number)), now=time.monotonic())
         engine.add(request, 0, _forget)
     stats = engine.stats = EngineStats()

@@ -284,14 +284,14 @@ class GrammarStates:
             for row, state in rows
         ]
         tokens = [(state, token) for state, token in tokens if not state.closed]
-        followed = [(state.matcher, token) for state, token in tokens if state.matcher is not None and not state.over]
+        followed = [(state, token) for state, token in tokens if state.matcher is not None and not state.over]
         try:
             if followed:
-                self.compiler.accept(followed)
+                self.compiler.accept([(state.matcher, token) for state, token in followed])
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # see `masks`
-            _fail_followers(state for state, _ in tokens)
+            _fail_followers(state for state, _ in followed)
         for state, token in tokens:
             state.advance(token)
         self.times.accept_s += time.perf_counter() - began

@@ -112,6 +112,9 @@ class Iterations:
         Returns:
           Whether a step was dispatched or taken in.
         """
+        if self._flights and self._flights[-1].handle.outputs is None:
+            # An earlier step was interrupted. Sampled later than the next one, it would undo what that remembers.
+            self.land()
         self._begin_lap()
         try:
             flight = self._dispatch()
@@ -133,6 +136,7 @@ class Iterations:
         """Takes in every step in flight."""
         self._begin_lap()
         while self._flights:
+            self._sample(self._flights[0])
             self._take_in()
 
     def _dispatch(self) -> _Flight | None:
@@ -169,13 +173,21 @@ class Iterations:
     def _take_in(self) -> None:
         """Waits for the oldest step; its tokens go to the scheduler and the requests."""
         flight = self._flights[0]
-        plan, bucket = flight.plan, flight.handle.bucket
+        bucket = flight.handle.bucket
         output = self._collect(flight)
         self._flights.popleft()
-        if flight.bound:
-            self._grammars.accept(flight.bound, output.result, bucket)
-        if self._flights:
-            self._sample(self._flights[0])
+        try:
+            if flight.bound:
+                self._grammars.accept(flight.bound, output.result, bucket)
+            if self._flights:
+                self._sample(self._flights[0])
+        finally:
+            # Whatever became of the next step, these tokens are there.
+            self._deliver(flight, output)
+        self._end_lap()
+
+    def _deliver(self, flight: _Flight, output: StepOutput) -> None:
+        plan, bucket = flight.plan, flight.handle.bucket
         with self._lock:
             now = self._clock()
             self._take_prompt_scores(flight, output)
@@ -185,7 +197,6 @@ class Iterations:
             self._metrics.iteration(plan.num_tokens, events.num_wasted)
             self._monitor.iteration(plan, bucket.name, flight.planned_at, now)
             self._on_change()
-        self._end_lap()
 
     def _collect(self, flight: _Flight) -> StepOutput:
         began = time.perf_counter()

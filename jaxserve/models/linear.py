@@ -22,7 +22,7 @@ def matmul(
     Returns:
       [N, out].
     """
-    if is_packed(kernel):
+    if is_packed(kernel):  # always from [in, out], so `transposed` has been seen to
         return packed_matmul(x, kernel, out_dtype)
     rows = x.shape[0]
     if rows == 1 and x.dtype != jnp.float32:

@@ -8,13 +8,14 @@ so a call ends even if the pool never gets to the task.
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
@@ -35,20 +36,35 @@ OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},  # a NaN stays one
     "error_model": "numpy",
     "boundscheck": False,
-    "cache": _can_keep(lambda: None),
 }
 """How kernels are compiled."""
 
 INLINE = OPTIONS | {"inline": "always"}
+
+KEPT = OPTIONS | {"cache": _can_keep(lambda: None)}
+"""For the functions given to `register`, whose compiled code, with all that they call, is kept on disk.
+
+numba looks for it by the text of the function's own file and what the function encloses: enclose `source_version`.
+"""
+
+
+def source_version(*files: str) -> int:
+    """A number that changes with the text of these files, this one, and jaxlib."""
+    texts = [Path(file).read_bytes() for file in (__file__, *files)]
+    return int(hashlib.sha256(b"".join([*texts, jaxlib.__version__.encode()])).hexdigest()[:15], 16)
+
 
 # Words (8 bytes) of XLA_FFI_CallFrame.
 _EXTENSION, _API, _CONTEXT, _ARGUMENTS, _RESULTS, _FRAME_WORDS = 1, 2, 3, 9, 14, 15
 _METADATA = 1  # XLA_FFI_Extension_Metadata
 _F32, _BYTES_F32 = 11, 4  # XLA_FFI_DataType_F32
 
-# Words of a call's control block: the two that threads write are on cache lines of their own.
-_TAKEN, _DONE, _FRAME, _PLAN, _CONTROL_WORDS = 0, 8, 9, 10, 16
-_NUM_CONTROLS = 1024
+# Words of a call's control block: the two that threads write, items taken and items done, each on a cache line of its
+# own, and what they only read.
+_TAKEN, _DONE, _FRAME, _PLAN, _FAILED, _CONTROL_WORDS = 0, 8, 16, 17, 18, 24
+_NUM_CONTROLS = 256
+_SPINS = 2000
+"""Looks at the items done before the processor is offered to others."""
 
 _lock = threading.Lock()
 _registered: set[str] = set()
@@ -64,6 +80,9 @@ def _api_word(name: str) -> int:
     return 6 + names.index(name)  # after sizes, version and the internal API
 
 
+_ERROR_CREATE = _api_word("XLA_FFI_Error_Create")
+_INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+_MESSAGE = np.frombuffer(b"a native CPU kernel failed: out of memory\0", np.uint8).copy()
 _SCHEDULE = _api_word("XLA_FFI_ThreadPool_Schedule")
 _NUM_THREADS = _api_word("XLA_FFI_ThreadPool_NumThreads")
 
@@ -114,6 +133,20 @@ atomic_add = _atomic("add")
 
 atomic_set = _atomic("xchg")
 """Writes the word at an address; returns what it was."""
+
+
+@intrinsic
+def atomic_get(typing: Any, address: Any) -> Any:
+    """The word at an address, as other threads left it."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @intrinsic
@@ -222,11 +255,11 @@ def _answers_metadata(frame):
     return True
 
 
-@functools.cache
-def _controls() -> int:
-    """Address of the control blocks. The first counts those given out in turn; the others are reused, never freed.
+def _make_controls() -> int:
+    """Address of a kernel's control blocks. The first counts those given out in turn; the others are used over and over.
 
-    A task that the pool runs late finds a block whose items are all taken, or helps the call that has it now.
+    A task that the pool runs late finds a block whose items are all taken, or helps the call that has it now, which is
+    one of the same kernel.
     """
     size = 8 * _CONTROL_WORDS
     blocks = np.zeros((_NUM_CONTROLS + 1) * _CONTROL_WORDS, np.int64)
@@ -250,7 +283,10 @@ def register(name: str, plan_items: Any, run_item: Any) -> None:
 
 
 def _register(name: str, plan_items: Any, run_item: Any) -> None:
-    controls = _controls()
+    controls = _make_controls()
+    arguments = np.asarray([32, 0, _MESSAGE.ctypes.data, _INTERNAL])  # XLA_FFI_Error_Create_Args
+    _kept.append(arguments)
+    error_arguments = arguments.ctypes.data
 
     @cfunc(types.int64(types.int64))
     def task(control):
@@ -260,17 +296,17 @@ def _register(name: str, plan_items: Any, run_item: Any) -> None:
             item = ticket & 0xFFFFFFFF
             if item >= ticket >> 32:
                 return 0
-            run_item(words(block[_FRAME], _FRAME_WORDS), block[_PLAN], item)
+            try:
+                run_item(words(block[_FRAME], _FRAME_WORDS), block[_PLAN], item)
+            except Exception:
+                block[_FAILED] = 1
             atomic_add(control + 8 * _DONE, 1)
 
     task_address = task.address
 
-    @cfunc(types.int64(types.int64))
-    def handler(frame_address):
-        frame = words(frame_address, _FRAME_WORDS)
-        if _answers_metadata(frame):
-            return 0
-        api = words(frame[_API], _NUM_THREADS + 1)
+    @njit(**OPTIONS)
+    def run(frame_address, frame, api):
+        """Whether every item was done."""
         threads = np.ones(1, np.int64)
         request = np.zeros(5, np.int64)
         request[0] = 32  # bytes of XLA_FFI_ThreadPool_NumThreads_Args
@@ -282,11 +318,12 @@ def _register(name: str, plan_items: Any, run_item: Any) -> None:
         if count <= 1 or threads[0] == 1:
             for item in range(count):
                 run_item(frame, plan.ctypes.data, item)
-            return plan[0] * 0  # the plan lives until here
+            return plan[0] == count  # the plan lives until here
         control = controls + 8 * _CONTROL_WORDS * (1 + atomic_add(controls, 1) % (_NUM_CONTROLS - 1))
         block = words(control, _CONTROL_WORDS)
         block[_FRAME] = frame_address
         block[_PLAN] = plan.ctypes.data
+        block[_FAILED] = 0
         atomic_set(control + 8 * _DONE, 0)
         atomic_set(control + 8 * _TAKEN, count << 32)
         request[0] = 40  # bytes of XLA_FFI_ThreadPool_Schedule_Args
@@ -295,9 +332,28 @@ def _register(name: str, plan_items: Any, run_item: Any) -> None:
         for _ in range(min(threads[0], count) - 1):
             _call(api[_SCHEDULE], request.ctypes.data)
         _call(task_address, control)
-        while atomic_add(control + 8 * _DONE, 0) < count:
-            pass
-        return plan[0] * 0
+        spins = 0
+        while atomic_get(control + 8 * _DONE) < count:
+            spins += 1
+            if spins % _SPINS == 0:
+                _sched_yield()
+        return plan[0] == count and block[_FAILED] == 0
+
+    @cfunc(types.int64(types.int64))
+    def handler(frame_address):
+        frame = words(frame_address, _FRAME_WORDS)
+        if _answers_metadata(frame):
+            return 0
+        api = words(frame[_API], _NUM_THREADS + 1)
+        done = False
+        try:
+            done = run(frame_address, frame, api)
+        except Exception:
+            done = False
+        if done:
+            return 0
+        error = carray(pointer_i64(error_arguments), (4,))
+        return _call(api[_ERROR_CREATE], error.ctypes.data)
 
     _kept.extend((task, handler))
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler.ctypes), platform="cpu")

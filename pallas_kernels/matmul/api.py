@@ -55,10 +55,24 @@ def packed_matmul(x: jax.Array, matrix: jax.Array, out_dtype: jnp.dtype | None =
 
     Raises:
       ImportError: numba is missing.
+      ValueError: shapes or dtypes do not fit together.
     """
     native.require()
+    _check(x, matrix)
     from pallas_kernels.matmul.native_cpu import call_name
 
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if out_dtype not in (x.dtype, jnp.float32):
+        raise ValueError(f"a product of {x.dtype} is {x.dtype} or float32, not {out_dtype}")
     out = jax.ShapeDtypeStruct((x.shape[0], matrix.shape[0] * GROUP), out_dtype)
     return jax.ffi.ffi_call(call_name(jnp.dtype(x.dtype).name, out_dtype.name), out)(x, matrix)
+
+
+def _check(x: jax.Array, matrix: jax.Array) -> None:
+    """Raises ValueError unless x and a packed matrix fit: the call reads memory by their shapes."""
+    rows = matrix.shape[1] * matrix.shape[3] if is_packed(matrix) else None
+    if x.ndim != 2 or x.shape[1] != rows or x.dtype != matrix.dtype or x.dtype.name not in native.NATIVE_DTYPES:
+        raise ValueError(
+            f"x is {x.dtype}{list(x.shape)} and the packed matrix {matrix.dtype}{list(matrix.shape)}; they must be"
+            f" [N, in] and [out / {GROUP}, in / p, {GROUP}, p], both {' or '.join(native.NATIVE_DTYPES)}"
+        )

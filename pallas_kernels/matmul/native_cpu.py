@@ -7,19 +7,24 @@ over the inner dimension in one order, so its result has the same bits whatever 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import carray, njit
 
 from pallas_kernels.common.cpu_calls import (
+    KEPT,
     OPTIONS,
     argument,
     pointer_f32,
     pointer_u16,
     register,
     result,
+    source_version,
     store,
     words,
 )
+from pallas_kernels.matmul import tile
 from pallas_kernels.matmul.tile import COLUMNS, ROWS, make_tile
 
 ITEMS_PER_THREAD = 4
@@ -79,36 +84,50 @@ def _sizes(frame, plan, item, elements):
     return x, shape[0], shape[1] // elements, matrix, packed[0] * COLUMNS, item * size, end
 
 
-@njit(**OPTIONS)
-def _float32_float32(frame, plan, item):
-    x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 1)
-    out = carray(pointer_f32(result(frame, 0)), (rows, columns))
-    _multiply(np.float32(0), x, rows, steps, matrix, out, first, end)
+def _compiled_parts(version: int) -> tuple[Any, dict[tuple[str, str], Any]]:
+    """What `register` takes: the plan of items, and how an item is done by dtype of x and of the result."""
+
+    @njit(**KEPT)
+    def plan_items(frame, threads):
+        _ = version
+        return _plan_items(frame, threads)
+
+    @njit(**KEPT)
+    def float32_float32(frame, plan, item):
+        _ = version
+        x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 1)
+        out = carray(pointer_f32(result(frame, 0)), (rows, columns))
+        _multiply(np.float32(0), x, rows, steps, matrix, out, first, end)
+
+    @njit(**KEPT)
+    def bfloat16_float32(frame, plan, item):
+        _ = version
+        x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
+        out = carray(pointer_f32(result(frame, 0)), (rows, columns))
+        _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)
+
+    @njit(**KEPT)
+    def bfloat16_bfloat16(frame, plan, item):
+        _ = version
+        x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
+        out = carray(pointer_u16(result(frame, 0)), (rows, columns))
+        _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)
+
+    return plan_items, {
+        ("float32", "float32"): float32_float32,
+        ("bfloat16", "float32"): bfloat16_float32,
+        ("bfloat16", "bfloat16"): bfloat16_bfloat16,
+    }
 
 
-@njit(**OPTIONS)
-def _bfloat16_float32(frame, plan, item):
-    x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
-    out = carray(pointer_f32(result(frame, 0)), (rows, columns))
-    _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)
+_plan, _CALLS = _compiled_parts(source_version(__file__, tile.__file__))
 
-
-@njit(**OPTIONS)
-def _bfloat16_bfloat16(frame, plan, item):
-    x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
-    out = carray(pointer_u16(result(frame, 0)), (rows, columns))
-    _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)
-
-
-_CALLS = {
-    ("float32", "float32"): _float32_float32,
-    ("bfloat16", "float32"): _bfloat16_float32,
-    ("bfloat16", "bfloat16"): _bfloat16_bfloat16,
-}
+DTYPES = tuple(_CALLS)
+"""Of x and matrix, and of the result."""
 
 
 def call_name(dtype: str, out_dtype: str) -> str:
     """The custom call for x and matrix of `dtype`; compiled when first asked for."""
     name = f"pallas_kernels.matmul.{dtype}.{out_dtype}"
-    register(name, _plan_items, _CALLS[dtype, out_dtype])
+    register(name, _plan, _CALLS[dtype, out_dtype])
     return name

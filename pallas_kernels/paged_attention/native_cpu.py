@@ -5,10 +5,13 @@ one call: items (a row's queries, up to `QUERY_BLOCK` of them, and a KV head) ar
 streams its pages through a softmax that is renormalised as it goes (Milakov and Gimelshein 2018), block by block.
 
 A query's result has the same bits whatever is computed beside it, chunked or not: blocks of keys are aligned to the
-sequence, products are taken in groups of four keys aligned to the page, and what a query does not see counts zero.
+sequence, products are taken in groups of four keys, and what a query does not see of its own request's keys and values,
+which are finite, counts zero. Anything else in the pool is not read.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ import numpy as np
 from numba import carray, njit
 
 from pallas_kernels.common.cpu_calls import (
+    KEPT,
     OPTIONS,
     argument,
     load,
@@ -25,10 +29,12 @@ from pallas_kernels.common.cpu_calls import (
     register,
     result,
     result_bytes,
+    source_version,
     store,
     words,
 )
 from pallas_kernels.common.native import NATIVE_DTYPES
+from pallas_kernels.paged_attention import native_cpu_block
 from pallas_kernels.paged_attention.native_cpu_block import (
     KEY_BLOCK,
     add_values,
@@ -66,8 +72,8 @@ def _attend(q, pool, layer, pages, head, begin, count, position, scale, window, 
         if sinks.shape[0] and sinks[h] > _NEVER:
             tops[i], totals[i] = sinks[h], np.float32(1)
     end = position + count
-    fetch_block(pool, layer, pages, 0, head, max(position - window + 1, 0), min(end, KEY_BLOCK))
     first = max(position - window + 1, 0) // KEY_BLOCK * KEY_BLOCK
+    fetch_block(pool, layer, pages, 0, head, max(position - window + 1, 0), min(end, first + KEY_BLOCK))
     while first < end:
         held_from = max(position - window + 1 - first, 0)
         held_to = min(end - first, KEY_BLOCK)
@@ -170,78 +176,89 @@ def _run_item(frame, plan, item, q, pool, out):
     )
 
 
-@njit(**OPTIONS)
-def _float32_float32(frame, plan, item):
-    q, shape = argument(frame, 0)
-    pool, pages = argument(frame, 1)
-    tokens = (shape[0], shape[1], shape[2])
-    _run_item(
-        frame,
-        plan,
-        item,
-        carray(pointer_f32(q), tokens),
-        carray(pointer_f32(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
-        carray(pointer_f32(result(frame, 0)), tokens),
-    )
+def _compiled_parts(version: int) -> tuple[Any, dict[tuple[str, str], Any]]:
+    """What `register` takes: the plan of items, and how an item is done by dtype of queries and of the pool."""
+
+    @njit(**KEPT)
+    def plan_items(frame, threads):
+        _ = version
+        return _plan_items(frame, threads)
+
+    @njit(**KEPT)
+    def float32_float32(frame, plan, item):
+        _ = version
+        q, shape = argument(frame, 0)
+        pool, pages = argument(frame, 1)
+        tokens = (shape[0], shape[1], shape[2])
+        _run_item(
+            frame,
+            plan,
+            item,
+            carray(pointer_f32(q), tokens),
+            carray(pointer_f32(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
+            carray(pointer_f32(result(frame, 0)), tokens),
+        )
+
+    @njit(**KEPT)
+    def float32_bfloat16(frame, plan, item):
+        _ = version
+        q, shape = argument(frame, 0)
+        pool, pages = argument(frame, 1)
+        tokens = (shape[0], shape[1], shape[2])
+        _run_item(
+            frame,
+            plan,
+            item,
+            carray(pointer_f32(q), tokens),
+            carray(pointer_u16(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
+            carray(pointer_f32(result(frame, 0)), tokens),
+        )
+
+    @njit(**KEPT)
+    def bfloat16_float32(frame, plan, item):
+        _ = version
+        q, shape = argument(frame, 0)
+        pool, pages = argument(frame, 1)
+        tokens = (shape[0], shape[1], shape[2])
+        _run_item(
+            frame,
+            plan,
+            item,
+            carray(pointer_u16(q), tokens),
+            carray(pointer_f32(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
+            carray(pointer_u16(result(frame, 0)), tokens),
+        )
+
+    @njit(**KEPT)
+    def bfloat16_bfloat16(frame, plan, item):
+        _ = version
+        q, shape = argument(frame, 0)
+        pool, pages = argument(frame, 1)
+        tokens = (shape[0], shape[1], shape[2])
+        _run_item(
+            frame,
+            plan,
+            item,
+            carray(pointer_u16(q), tokens),
+            carray(pointer_u16(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
+            carray(pointer_u16(result(frame, 0)), tokens),
+        )
+
+    return plan_items, {
+        ("float32", "float32"): float32_float32,
+        ("float32", "bfloat16"): float32_bfloat16,
+        ("bfloat16", "float32"): bfloat16_float32,
+        ("bfloat16", "bfloat16"): bfloat16_bfloat16,
+    }
 
 
-@njit(**OPTIONS)
-def _float32_bfloat16(frame, plan, item):
-    q, shape = argument(frame, 0)
-    pool, pages = argument(frame, 1)
-    tokens = (shape[0], shape[1], shape[2])
-    _run_item(
-        frame,
-        plan,
-        item,
-        carray(pointer_f32(q), tokens),
-        carray(pointer_u16(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
-        carray(pointer_f32(result(frame, 0)), tokens),
-    )
-
-
-@njit(**OPTIONS)
-def _bfloat16_float32(frame, plan, item):
-    q, shape = argument(frame, 0)
-    pool, pages = argument(frame, 1)
-    tokens = (shape[0], shape[1], shape[2])
-    _run_item(
-        frame,
-        plan,
-        item,
-        carray(pointer_u16(q), tokens),
-        carray(pointer_f32(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
-        carray(pointer_u16(result(frame, 0)), tokens),
-    )
-
-
-@njit(**OPTIONS)
-def _bfloat16_bfloat16(frame, plan, item):
-    q, shape = argument(frame, 0)
-    pool, pages = argument(frame, 1)
-    tokens = (shape[0], shape[1], shape[2])
-    _run_item(
-        frame,
-        plan,
-        item,
-        carray(pointer_u16(q), tokens),
-        carray(pointer_u16(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
-        carray(pointer_u16(result(frame, 0)), tokens),
-    )
-
-
-_CALLS = {
-    ("float32", "float32"): _float32_float32,
-    ("float32", "bfloat16"): _float32_bfloat16,
-    ("bfloat16", "float32"): _bfloat16_float32,
-    ("bfloat16", "bfloat16"): _bfloat16_bfloat16,
-}
+_plan, _CALLS = _compiled_parts(source_version(__file__, native_cpu_block.__file__))
 
 
 def _call_name(dtype: str, pool_dtype: str) -> str:
     """The custom call for queries and pool of these types; compiled when first asked for."""
     name = f"pallas_kernels.paged_attention.{dtype}.{pool_dtype}"
-    register(name, _plan_items, _CALLS[dtype, pool_dtype])
+    register(name, _plan, _CALLS[dtype, pool_dtype])
     return name
 
 
@@ -271,5 +288,5 @@ def paged_attention_native_cpu(
     options = jnp.asarray([scale, sliding_window or 2**30, logit_softcap or 0], jnp.float32)
     sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     return jax.ffi.ffi_call(_call_name(q.dtype.name, pool.dtype.name), jax.ShapeDtypeStruct(q.shape, q.dtype))(
-        q, pool, layer, page_table, context_lens, query_starts, options, sinks
+        q, pool, *(x.astype(jnp.int32) for x in (layer, page_table, context_lens, query_starts)), options, sinks
     )

@@ -187,6 +187,30 @@ def test_an_interrupted_run_leaves_an_engine_that_goes_on(make_llm):
     assert_idle_clean(llm)
 
 
+@pytest.mark.parametrize("method", ["collect", "sample"])
+@pytest.mark.parametrize("turn", [2, 3, 4])
+def test_an_interrupt_before_a_masked_step_is_sampled_harms_no_later_request(make_llm, monkeypatch, method, turn):
+    """Sampled after the next step, it would write its token over the one that the next request decodes from."""
+    llm = make_llm()
+    prompts = random_prompts((9, 40, 17))
+    want = ids(llm.generate(prompts, greedy(12), use_tqdm=False))
+    runner, calls = llm.engine.runner, []
+    original = getattr(runner, method)
+
+    def interrupt(*args):
+        calls.append(args)
+        if len(calls) == turn:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(runner, method, interrupt)
+    masked = greedy(12, structured_outputs=StructuredOutputs(regex="[a-z]{30}"))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, masked, use_tqdm=False)
+    assert ids(llm.generate(prompts, greedy(12), use_tqdm=False)) == want
+    assert_idle_clean(llm)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_scores_of_a_chunk_in_flight_go_to_no_later_request_of_the_same_id(make_llm, steps):
     """A prompt of three chunks is aborted with one in flight; another prompt takes its id, slot and pages."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 
+from pallas_kernels.common.cpu_calls import source_version
 from pallas_kernels.matmul import can_pack, is_packed, pack, packed_columns, packed_matmul
 from pallas_kernels.matmul.tile import COLUMNS, HAS_BF16_DOT, make_tile
 
@@ -103,3 +104,27 @@ def test_what_has_no_packed_form_is_refused(shape, dtype):
     assert not can_pack(shape, jnp.dtype(dtype))
     with pytest.raises(ValueError, match="cannot be packed"):
         pack(jnp.zeros(shape, dtype))
+
+
+@pytest.mark.parametrize(
+    ("x", "out_dtype"),
+    [
+        (jnp.zeros((2, 63), jnp.bfloat16), None),
+        (jnp.zeros((2, 64), jnp.float32), None),
+        (jnp.zeros((64,), jnp.bfloat16), None),
+        (jnp.zeros((2, 64), jnp.bfloat16), jnp.float16),
+    ],
+    ids=["inner size", "dtype", "rank", "result"],
+)
+def test_what_does_not_fit_is_refused_before_memory_is_read(x, out_dtype):
+    with pytest.raises(ValueError, match=r"x is|a product of"):
+        packed_matmul(x, pack(jnp.zeros((64, 32), jnp.bfloat16)), out_dtype)
+
+
+def test_code_kept_on_disk_is_another_when_a_source_changes(tmp_path):
+    source = tmp_path / "kernel.py"
+    source.write_text("one")
+    before = source_version(str(source))
+    assert source_version(str(source)) == before
+    source.write_text("two")
+    assert source_version(str(source)) != before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shlex
 import signal
@@ -99,7 +100,7 @@ def served_model(url: str, api_key: str | None) -> str:
     try:
         document = json.loads(_get(f"{url}/v1/models", api_key))
         return str(document["data"][0]["id"])
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{url}/v1/models names no model ({error}); is it an OpenAI-compatible server?") from None
 
 
@@ -112,7 +113,7 @@ def _ready(url: str, api_key: str | None) -> bool:
         except urllib.error.HTTPError as error:
             if error.code != 404:
                 return False
-        except OSError:
+        except (OSError, http.client.HTTPException):  # the latter: something else has the port
             return False
     return False
 
