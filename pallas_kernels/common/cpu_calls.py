@@ -256,7 +256,7 @@ def _answers_metadata(frame):
 
 
 def _make_controls() -> int:
-    """Address of a kernel's control blocks. The first counts those given out in turn; the others are used over and over.
+    """Address of a kernel's control blocks. The first counts those given out in turn; the others are reused.
 
     A task that the pool runs late finds a block whose items are all taken, or helps the call that has it now, which is
     one of the same kernel.
