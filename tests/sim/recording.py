@@ -102,7 +102,12 @@ def random_run(seed: int, lag: int, moves: int = 60, *, swaps: bool = True, **ch
     def abort() -> None:
         live = harness.scheduler.live_ids
         if live:
-            harness.abort(draw.choice(live), reason=draw.choice([FinishReason.ABORT, FinishReason.STOP, "error"]))
+            harness.abort(
+                draw.choice(live),
+                reason=draw.choice(
+                    [FinishReason.ABORT, FinishReason.STOP, FinishReason.ERROR, FinishReason.UNFOLLOWABLE]
+                ),
+            )
 
     def jump() -> None:
         harness.now += draw.choice([0.1, 2.0, 20.0])
