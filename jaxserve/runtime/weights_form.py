@@ -20,6 +20,7 @@ def weights_form(config: EngineConfig, mesh: Mesh) -> str:
 
     Raises:
       ValueError: packed matrices are asked for where they cannot be.
+      ImportError: they are asked for without numba.
     """
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     stacked = not on_cpu if config.scan_layers is None else config.scan_layers

@@ -33,7 +33,7 @@ def _can_keep(function: Any) -> bool:
 
 
 OPTIONS: dict[str, Any] = {
-    "fastmath": {"reassoc", "contract", "nsz", "arcp"},  # a NaN stays one
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},  # NaN and infinity are not assumed away
     "error_model": "numpy",
     "boundscheck": False,
 }
