@@ -206,6 +206,22 @@ def result_bytes(frame, index):
     return count
 
 
+KINDS = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
+"""A number of the type that each dtype is stored as, which tells it to jitted code."""
+
+
+def array_at(kind: Any, address: Any, shape: Any) -> Any:
+    """The array of `kind`'s type (see `KINDS`) at an address. For jitted code."""
+    raise NotImplementedError("only in jitted code")
+
+
+@overload(array_at, inline="always")
+def _array_at(kind, address, shape):
+    if kind == types.uint16:
+        return lambda kind, address, shape: carray(pointer_u16(address), shape)
+    return lambda kind, address, shape: carray(pointer_f32(address), shape)
+
+
 def load(x: Any) -> Any:
     """A stored number as float32; bfloat16 is stored as its bits, uint16. For jitted code."""
     raise NotImplementedError("only in jitted code")

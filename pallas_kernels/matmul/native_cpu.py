@@ -7,17 +7,18 @@ over the inner dimension in one order, so its result has the same bits whatever 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import njit
 
 from pallas_kernels.common.cpu_calls import (
     KEPT,
+    KINDS,
     OPTIONS,
     argument,
-    pointer_f32,
-    pointer_u16,
+    array_at,
     register,
     result,
     source_version,
@@ -84,8 +85,10 @@ def _sizes(frame, plan, item, elements):
     return x, shape[0], shape[1] // elements, matrix, packed[0] * COLUMNS, item * size, end
 
 
-def _compiled_parts(version: int) -> tuple[Any, dict[tuple[str, str], Any]]:
-    """What `register` takes: the plan of items, and how an item is done by dtype of x and of the result."""
+def _compiled_parts(version: int, dtype: str, out_dtype: str) -> tuple[Any, Any]:
+    """`plan_items` and `run_item`, as `register` takes them; `version` is in the key under which their code is kept."""
+    kind, out_kind = KINDS[dtype], KINDS[out_dtype]
+    elements = STEP_BYTES // kind.itemsize
 
     @njit(**KEPT)
     def plan_items(frame, threads):
@@ -93,41 +96,18 @@ def _compiled_parts(version: int) -> tuple[Any, dict[tuple[str, str], Any]]:
         return _plan_items(frame, threads)
 
     @njit(**KEPT)
-    def float32_float32(frame, plan, item):
+    def run_item(frame, plan, item):
         _ = version
-        x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 1)
-        out = carray(pointer_f32(result(frame, 0)), (rows, columns))
-        _multiply(np.float32(0), x, rows, steps, matrix, out, first, end)
+        x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, elements)
+        out = array_at(out_kind, result(frame, 0), (rows, columns))
+        _multiply(kind, x, rows, steps, matrix, out, first, end)
 
-    @njit(**KEPT)
-    def bfloat16_float32(frame, plan, item):
-        _ = version
-        x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
-        out = carray(pointer_f32(result(frame, 0)), (rows, columns))
-        _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)
-
-    @njit(**KEPT)
-    def bfloat16_bfloat16(frame, plan, item):
-        _ = version
-        x, rows, steps, matrix, columns, first, end = _sizes(frame, plan, item, 2)
-        out = carray(pointer_u16(result(frame, 0)), (rows, columns))
-        _multiply(np.uint16(0), x, rows, steps, matrix, out, first, end)
-
-    return plan_items, {
-        ("float32", "float32"): float32_float32,
-        ("bfloat16", "float32"): bfloat16_float32,
-        ("bfloat16", "bfloat16"): bfloat16_bfloat16,
-    }
+    return plan_items, run_item
 
 
-_plan, _CALLS = _compiled_parts(source_version(__file__, tile.__file__))
-
-DTYPES = tuple(_CALLS)
-"""Of x and matrix, and of the result."""
-
-
+@functools.cache
 def call_name(dtype: str, out_dtype: str) -> str:
     """The custom call for x and matrix of `dtype`; compiled when first asked for."""
     name = f"pallas_kernels.matmul.{dtype}.{out_dtype}"
-    register(name, _plan, _CALLS[dtype, out_dtype])
+    register(name, *_compiled_parts(source_version(__file__, tile.__file__), dtype, out_dtype))
     return name

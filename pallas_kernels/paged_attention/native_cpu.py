@@ -11,6 +11,7 @@ which are finite, counts zero. Anything else in the pool is not read.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -20,8 +21,10 @@ from numba import carray, njit
 
 from pallas_kernels.common.cpu_calls import (
     KEPT,
+    KINDS,
     OPTIONS,
     argument,
+    array_at,
     load,
     pointer_f32,
     pointer_i32,
@@ -176,8 +179,9 @@ def _run_item(frame, plan, item, q, pool, out):
     )
 
 
-def _compiled_parts(version: int) -> tuple[Any, dict[tuple[str, str], Any]]:
-    """What `register` takes: the plan of items, and how an item is done by dtype of queries and of the pool."""
+def _compiled_parts(version: int, dtype: str, pool_dtype: str) -> tuple[Any, Any]:
+    """`plan_items` and `run_item`, as `register` takes them; `version` is in the key under which their code is kept."""
+    kind, pool_kind = KINDS[dtype], KINDS[pool_dtype]
 
     @njit(**KEPT)
     def plan_items(frame, threads):
@@ -185,80 +189,23 @@ def _compiled_parts(version: int) -> tuple[Any, dict[tuple[str, str], Any]]:
         return _plan_items(frame, threads)
 
     @njit(**KEPT)
-    def float32_float32(frame, plan, item):
+    def run_item(frame, plan, item):
         _ = version
-        q, shape = argument(frame, 0)
-        pool, pages = argument(frame, 1)
+        address, shape = argument(frame, 0)
         tokens = (shape[0], shape[1], shape[2])
-        _run_item(
-            frame,
-            plan,
-            item,
-            carray(pointer_f32(q), tokens),
-            carray(pointer_f32(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
-            carray(pointer_f32(result(frame, 0)), tokens),
-        )
+        q, out = array_at(kind, address, tokens), array_at(kind, result(frame, 0), tokens)
+        address, shape = argument(frame, 1)
+        pool = array_at(pool_kind, address, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]))
+        _run_item(frame, plan, item, q, pool, out)
 
-    @njit(**KEPT)
-    def float32_bfloat16(frame, plan, item):
-        _ = version
-        q, shape = argument(frame, 0)
-        pool, pages = argument(frame, 1)
-        tokens = (shape[0], shape[1], shape[2])
-        _run_item(
-            frame,
-            plan,
-            item,
-            carray(pointer_f32(q), tokens),
-            carray(pointer_u16(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
-            carray(pointer_f32(result(frame, 0)), tokens),
-        )
-
-    @njit(**KEPT)
-    def bfloat16_float32(frame, plan, item):
-        _ = version
-        q, shape = argument(frame, 0)
-        pool, pages = argument(frame, 1)
-        tokens = (shape[0], shape[1], shape[2])
-        _run_item(
-            frame,
-            plan,
-            item,
-            carray(pointer_u16(q), tokens),
-            carray(pointer_f32(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
-            carray(pointer_u16(result(frame, 0)), tokens),
-        )
-
-    @njit(**KEPT)
-    def bfloat16_bfloat16(frame, plan, item):
-        _ = version
-        q, shape = argument(frame, 0)
-        pool, pages = argument(frame, 1)
-        tokens = (shape[0], shape[1], shape[2])
-        _run_item(
-            frame,
-            plan,
-            item,
-            carray(pointer_u16(q), tokens),
-            carray(pointer_u16(pool), (pages[0], pages[1], pages[2], pages[3], pages[4], pages[5])),
-            carray(pointer_u16(result(frame, 0)), tokens),
-        )
-
-    return plan_items, {
-        ("float32", "float32"): float32_float32,
-        ("float32", "bfloat16"): float32_bfloat16,
-        ("bfloat16", "float32"): bfloat16_float32,
-        ("bfloat16", "bfloat16"): bfloat16_bfloat16,
-    }
+    return plan_items, run_item
 
 
-_plan, _CALLS = _compiled_parts(source_version(__file__, native_cpu_block.__file__))
-
-
+@functools.cache
 def _call_name(dtype: str, pool_dtype: str) -> str:
     """The custom call for queries and pool of these types; compiled when first asked for."""
     name = f"pallas_kernels.paged_attention.{dtype}.{pool_dtype}"
-    register(name, _plan, _CALLS[dtype, pool_dtype])
+    register(name, *_compiled_parts(source_version(__file__, native_cpu_block.__file__), dtype, pool_dtype))
     return name
 
 
