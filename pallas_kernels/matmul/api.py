@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import native
+from pallas_kernels.matmul.quantised import GROUP, QuantisedMatrix, abstract_quantised, dequantised_columns, form_of
 
-GROUP = 32
-"""Columns that lie together in a packed matrix."""
+PackedMatrix = jax.Array | QuantisedMatrix
+"""A matrix as `packed_matmul` takes it."""
 
 
 def can_pack(shape: tuple[int, int], dtype: jnp.dtype) -> bool:
@@ -18,9 +19,9 @@ def can_pack(shape: tuple[int, int], dtype: jnp.dtype) -> bool:
     return pairs is not None and shape[1] % GROUP == 0 and shape[0] % pairs == 0
 
 
-def is_packed(matrix: jax.Array) -> bool:
-    """Whether an array is a packed matrix."""
-    return matrix.ndim == 4
+def is_packed(matrix: PackedMatrix) -> bool:
+    """Whether this is a packed matrix, quantised or not."""
+    return isinstance(matrix, QuantisedMatrix) or matrix.ndim == 4
 
 
 def pack(matrix: jax.Array) -> jax.Array:
@@ -36,17 +37,24 @@ def pack(matrix: jax.Array) -> jax.Array:
     return matrix.reshape(rows // pairs, pairs, columns // GROUP, GROUP).transpose(2, 0, 3, 1)
 
 
-def packed_columns(matrix: jax.Array, columns: jax.Array) -> jax.Array:
-    """Columns int32[N] of a packed matrix, each a row of the result [N, in]."""
-    picked = matrix[columns // GROUP, :, columns % GROUP, :]
-    return picked.reshape(columns.shape[0], -1)
+def packed_columns(matrix: PackedMatrix, columns: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Columns int32[N] of a packed matrix, each a row of the result [N, in].
+
+    Args:
+      dtype: of the result; when None the matrix' own, float32 if it is quantised.
+    """
+    if isinstance(matrix, QuantisedMatrix):
+        picked = dequantised_columns(matrix, columns)
+    else:
+        picked = matrix[columns // GROUP, :, columns % GROUP, :].reshape(columns.shape[0], -1)
+    return picked if dtype is None else picked.astype(dtype)
 
 
-def packed_matmul(x: jax.Array, matrix: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def packed_matmul(x: jax.Array, matrix: PackedMatrix, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """`x @ matrix` on CPU, summed in float32.
 
     Args:
-      x: [N, in], of the matrix' dtype.
+      x: [N, in], of the matrix' dtype; float32 or bfloat16 if it is quantised.
       matrix: packed.
       out_dtype: x's, or float32; x's when None.
 
@@ -58,14 +66,25 @@ def packed_matmul(x: jax.Array, matrix: jax.Array, out_dtype: jnp.dtype | None =
       ValueError: shapes or dtypes do not fit together.
     """
     native.require()
-    _check(x, matrix)
-    from pallas_kernels.matmul.native_cpu import call_name
-
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if out_dtype not in (x.dtype, jnp.float32):
         raise ValueError(f"a product of {x.dtype} is {x.dtype} or float32, not {out_dtype}")
-    out = jax.ShapeDtypeStruct((x.shape[0], matrix.shape[0] * GROUP), out_dtype)
-    return jax.ffi.ffi_call(call_name(jnp.dtype(x.dtype).name, out_dtype.name), out)(x, matrix)
+    if isinstance(matrix, QuantisedMatrix):
+        _check_quantised(x, matrix)
+        from pallas_kernels.matmul import quantised_cpu
+
+        call = quantised_cpu.call_name(jnp.dtype(x.dtype).name, form_of(matrix), out_dtype.name)
+        arguments: tuple[jax.Array, ...] = matrix
+        groups = matrix.integers.shape[0]
+    else:
+        _check(x, matrix)
+        from pallas_kernels.matmul import native_cpu
+
+        call = native_cpu.call_name(jnp.dtype(x.dtype).name, out_dtype.name)
+        arguments = (matrix,)
+        groups = matrix.shape[0]
+    out = jax.ShapeDtypeStruct((x.shape[0], groups * GROUP), out_dtype)
+    return jax.ffi.ffi_call(call, out)(x, *arguments)
 
 
 def _check(x: jax.Array, matrix: jax.Array) -> None:
@@ -75,4 +94,17 @@ def _check(x: jax.Array, matrix: jax.Array) -> None:
         raise ValueError(
             f"x is {x.dtype}{list(x.shape)} and the packed matrix {matrix.dtype}{list(matrix.shape)}; they must be"
             f" [N, in] and [out / {GROUP}, in / p, {GROUP}, p], both {' or '.join(native.NATIVE_DTYPES)}"
+        )
+
+
+def _check_quantised(x: jax.Array, matrix: QuantisedMatrix) -> None:
+    """Raises ValueError unless x and a quantised matrix fit, and the arrays of that each other."""
+    wanted = abstract_quantised(matrix.shape, form_of(matrix))
+    found = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tuple(matrix))
+    if found != jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tuple(wanted)):
+        raise ValueError(f"a quantised matrix has arrays {found}, which do not fit together: use pack_quantised")
+    if x.ndim != 2 or x.shape[1] != matrix.shape[0] or x.dtype.name not in native.NATIVE_DTYPES:
+        raise ValueError(
+            f"x is {x.dtype}{list(x.shape)} and the quantised matrix {list(matrix.shape)}; x must be [N, in],"
+            f" {' or '.join(native.NATIVE_DTYPES)}"
         )
