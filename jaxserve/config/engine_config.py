@@ -15,6 +15,7 @@ DTYPES = ("float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "native_cpu", "mosaic_gpu", "mosaic_tpu")
 MATMUL_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
+QUANTIZATIONS = ("gguf", "int8", "int4")
 MAX_PAGE_SIZE = 256
 
 
@@ -94,6 +95,8 @@ class EngineConfig(PolicyConfig):
       served_model_name: name on the API; the model's last path component when None.
       seed: makes the seeds drawn for requests without one repeat from run to run; None: fresh ones.
       dtype: of weights and activations, and of KV pages unless `kv_cache_dtype` says otherwise.
+      quantization: keeps weights quantised in memory, on one CPU device: "gguf", the blocks of a GGUF file; "int8" and
+        "int4", in blocks of 32 made at load. None: weights are of `dtype`.
       max_model_len: most tokens of a request; the model's own limit when None.
       memory_fraction: share of the device's free memory that weights, workspace and KV may use.
       num_pages: KV pages; sized from memory when None.
@@ -114,6 +117,7 @@ class EngineConfig(PolicyConfig):
     skip_tokenizer_init: bool = False
     served_model_name: str | None = None
     dtype: str = "bfloat16"
+    quantization: str | None = None
     seed: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 8
@@ -155,6 +159,8 @@ class EngineConfig(PolicyConfig):
         one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
         one_of("matmul_implementation", self.matmul_implementation, MATMUL_IMPLEMENTATIONS)
+        if self.quantization is not None:
+            one_of("quantization", self.quantization, QUANTIZATIONS)
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)
         self.scheduler_config(max_model_len=self.max_model_len or 2, num_pages=self.num_pages or 2)

@@ -14,6 +14,7 @@ from jaxserve.config.engine_config import (
     DTYPES,
     KV_CACHE_DTYPES,
     MATMUL_IMPLEMENTATIONS,
+    QUANTIZATIONS,
     EngineConfig,
     SchedulerConfig,
 )
@@ -192,6 +193,11 @@ FLAGS: tuple[Flag, ...] = (
         ("skip_tokenizer_init", _BOOL, "load no tokenizer: prompts must be token ids"),
         ("served_model_name", _TEXT, "name on the API; default: the model's last path component"),
         ("dtype", ChoiceParser(DTYPES), "of weights, activations and KV pages"),
+        (
+            "quantization",
+            ChoiceParser(QUANTIZATIONS),
+            "keep weights quantised, on one CPU device: a GGUF file's blocks, or int8 or int4 in blocks of 32",
+        ),
         ("seed", _INT, "makes seeds drawn for requests without one repeat from run to run; default: fresh ones"),
         ("tensor_parallel_size", _INT, "devices that share the model"),
         ("attention_implementation", ChoiceParser(ATTENTION_IMPLEMENTATIONS), "of paged attention"),

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.validation import context_length
-from jaxserve.loading import model_config_of, resolve_model
-from jaxserve.models import ModelConfig, make_params, param_shardings
+from jaxserve.loading import ResolvedModel, abstract_weights, model_config_of, resolve_model
+from jaxserve.models import ModelConfig, param_shardings
 from jaxserve.runtime import MemoryPlan, ModelRunner, arrange_weights, enable_compile_cache, make_mesh, weights_form
 from jaxserve.tables import num_programs
 
@@ -56,10 +56,11 @@ def start_plan(config: EngineConfig) -> StartPlan:
       CheckpointError, UnsupportedModelError: the model cannot be loaded.
     """
     enable_compile_cache(config.compile_cache)
-    model_config = model_config_of(resolve_model(config.model))
+    resolved = resolve_model(config.model)
+    model_config = model_config_of(resolved)
     mesh = make_mesh(config.tensor_parallel_size)
     max_model_len = context_length(model_config.max_position_embeddings, config.max_model_len)
-    params = _abstract_params(model_config, config, mesh)
+    params = _abstract_params(resolved, model_config, config, mesh)
     runner = ModelRunner(model_config, params, config, max_model_len, mesh)
     buckets = runner.buckets
     return StartPlan(runner.memory_plan, buckets.decode, buckets.prefill, buckets.widths, num_programs(buckets.all()))
@@ -69,12 +70,13 @@ def _listed(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def _abstract_params(model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
+def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
     """The parameters' shapes, dtypes and shardings."""
     form = weights_form(config, mesh)
+    loaded = abstract_weights(resolved, config.dtype, config.quantization)
 
     def shapes() -> Any:
-        params = make_params(model_config, lambda weight: jnp.zeros(weight.shape, config.dtype))
+        params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), loaded)
         return arrange_weights(params, form, model_config, mesh)
 
     if form == "packed":

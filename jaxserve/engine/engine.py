@@ -92,6 +92,7 @@ class Engine:
                 config.dtype,
                 mesh=self._mesh,
                 progress=lambda done, total, what: self._progress("weights", done, total, what),
+                quantization=config.quantization,
             )
             params = arrange_weights(loaded.params, form, loaded.config, self._mesh, consume=True)
             block_until_ready(params)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.loading.resolve import DEMO_MODEL, ResolvedModel, resolve_model
 
 if TYPE_CHECKING:
-    from jaxserve.loading.load import LoadedModel, load_model, model_config_of
+    from jaxserve.loading.load import LoadedModel, abstract_weights, load_model, model_config_of
     from jaxserve.loading.orbax_checkpoint import save_orbax
 
 __all__ = [
     "DEMO_MODEL",
     "LoadedModel",
     "ResolvedModel",
+    "abstract_weights",
     "load_model",
     "model_config_of",
     "resolve_model",
@@ -23,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LoadedModel", "load_model", "model_config_of"):
+    if name in ("LoadedModel", "abstract_weights", "load_model", "model_config_of"):
         from jaxserve.loading import load
 
         return getattr(load, name)

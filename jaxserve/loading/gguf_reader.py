@@ -1,8 +1,9 @@
-"""GGUF checkpoints: dequantised tensors under Hugging Face names, query and key rows in their order."""
+"""GGUF checkpoints: tensors under Hugging Face names, dequantised or as blocks, query and key rows in their order."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxserve.core import UnsupportedModelError
+from jaxserve.loading.gguf_blocks import unpack
 from jaxserve.loading.gguf_config import ROPE_TENSORS, architecture, hf_config, hf_name, special_token_ids
 from jaxserve.loading.gguf_file import GgufTensor, read_gguf
 from jaxserve.loading.mapped_file import map_tensor
+from pallas_kernels.matmul import Blocks
 
 _VALUES_AT_ONCE = 1 << 20
 _QUERY, _KEY = ".self_attn.q_proj.", ".self_attn.k_proj."
@@ -47,13 +50,26 @@ class GgufReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
+    def quantisation(self, name: str) -> GGMLQuantizationType:
+        """How a tensor is stored."""
+        return self._tensors[name].quantisation
+
     def read(self, name: str) -> np.ndarray[Any, Any]:
-        value = _dequantised(self._tensors[name], name)
+        return self._in_order(_dequantised(self._tensors[name], name), name)
+
+    def blocks(self, name: str) -> Callable[[slice], Blocks]:
+        """A function that gives the blocks of some rows of a tensor of a format that `gguf_blocks` knows."""
+        tensor = self._tensors[name]
+        data = self._in_order(_mapped(tensor, name), name)
+        return lambda rows: unpack(data[rows], tensor.quantisation)
+
+    def _in_order(self, rows: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+        """The rows of a tensor, quantised or not, in the order of a Hugging Face checkpoint."""
         if self._permuted and _QUERY in name:
-            return unpermute(value, self.hf_config["num_attention_heads"])
+            return unpermute(rows, self.hf_config["num_attention_heads"])
         if self._permuted and _KEY in name:
-            return unpermute(value, self.hf_config["num_key_value_heads"])
-        return value
+            return unpermute(rows, self.hf_config["num_key_value_heads"])
+        return rows
 
 
 def unpermute(value: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
@@ -83,8 +99,7 @@ def _dequantised(tensor: GgufTensor, name: str) -> np.ndarray[Any, Any]:
     if tensor.quantisation == GGMLQuantizationType.F64:
         value[:] = map_tensor(tensor.file, name, np.dtype(np.float64), value.shape, tensor.begin)
         return value.reshape(tensor.shape)
-    shape = (num_rows, tensor.num_bytes // num_rows)
-    data = map_tensor(tensor.file, name, np.dtype(np.uint8), shape, tensor.begin)
+    data = _mapped(tensor, name)
     rows_at_once = max(1, _VALUES_AT_ONCE // row_size)
     try:
         for first in range(0, num_rows, rows_at_once):
@@ -95,3 +110,10 @@ def _dequantised(tensor: GgufTensor, name: str) -> np.ndarray[Any, Any]:
             f"{tensor.file}: tensor {name} is quantised as {tensor.quantisation.name}, which is not supported"
         ) from error
     return value.reshape(tensor.shape)
+
+
+def _mapped(tensor: GgufTensor, name: str) -> np.ndarray[Any, Any]:
+    """The tensor's bytes, uint8[rows, bytes of a row]; see `map_tensor`."""
+    num_rows = math.prod(tensor.shape[:-1])
+    shape = (num_rows, tensor.num_bytes // num_rows)
+    return map_tensor(tensor.file, name, np.dtype(np.uint8), shape, tensor.begin)

@@ -7,6 +7,7 @@ a few tensors besides what its own devices keep, never a second copy of the mode
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections import deque
@@ -22,6 +23,14 @@ from jax.sharding import Mesh, Sharding
 
 from jaxserve.loading.checkpoint import CheckpointReader, check_tensors
 from jaxserve.loading.json_file import read_json_object
+from jaxserve.loading.quantised_weights import (
+    abstract_params_of,
+    description,
+    matrix_shape,
+    quantise_columns,
+    quantised_forms,
+    quantised_weight,
+)
 from jaxserve.loading.resolve import ResolvedModel
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import model_config_from_hf
@@ -30,6 +39,7 @@ from jaxserve.models.weights import Weight, ignorable, make_params, weights
 
 Progress = Callable[[int, int, str], None]
 _READ_AHEAD = 4  # tensors
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,8 @@ class LoadedModel:
 
     Attributes:
       config: its shape.
-      params: parameter tree, layers as a list; placed by the sharding rules when a mesh was given.
+      params: parameter tree, layers as a list; placed by the sharding rules when a mesh was given. Weights that are
+        kept quantised are `pallas_kernels.matmul.QuantisedMatrix`.
       generation_config: the checkpoint's generation_config.json, {} without one.
     """
 
@@ -48,7 +59,12 @@ class LoadedModel:
 
 
 def load_model(
-    resolved: ResolvedModel, dtype: str, *, mesh: Mesh | None = None, progress: Progress | None = None
+    resolved: ResolvedModel,
+    dtype: str,
+    *,
+    mesh: Mesh | None = None,
+    progress: Progress | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Reads a model's weights.
 
@@ -57,30 +73,43 @@ def load_model(
       dtype: "float32" or "bfloat16"; every weight is converted to it.
       mesh: where to place the parameters; the default device when None.
       progress: called with bytes placed, bytes in all and the last weight's name.
+      quantization: keeps matrices quantised, on one CPU device: "gguf" (a file's blocks), "int8" or "int4".
 
     Raises:
       CheckpointError: the checkpoint is damaged or does not fit its configuration.
       UnsupportedModelError: the model needs something this version lacks.
+      ValueError: the checkpoint has nothing for `quantization`.
     """
     if resolved.kind == "orbax":
-        from jaxserve.loading.orbax_checkpoint import load_orbax
-
-        config, params, generation_config = load_orbax(resolved.path, dtype, mesh, progress or _silent)
-        return LoadedModel(config, params, generation_config)
+        return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization)
     reader = open_checkpoint(resolved)
     config = model_config_from_hf(reader.hf_config)
     table = weights(config)
     check_tensors(reader, table, [name for name in reader.names() if ignorable(config, name)])
+    forms = quantised_forms(quantization, config, table, reader)
     shardings = {} if mesh is None else _by_path(config, param_shardings(config, mesh))
-    placed: dict[tuple[str | int, ...], jax.Array] = {}
+    placed: dict[tuple[str | int, ...], Any] = {}
     target = np.dtype(jnp.dtype(dtype))
-    total = sum(math.prod(weight.shape) for weight in table) * target.itemsize
+
+    def read(weight: Weight) -> Any:
+        if weight.path in forms:
+            assert quantization is not None
+            return quantised_weight(weight, forms[weight.path], reader, quantization)
+        value = reader.read(weight.hf_name)
+        # Views of a file are copied even if nothing else is to be done; see `map_tensor`.
+        is_own = value.flags.writeable
+        return np.array(value.T if weight.transpose else value, target, order="C", copy=None if is_own else True)
+
+    total = sum(_num_bytes(abstract_params_of(weight, forms, target)) for weight in table)
     done = 0
     (progress or _silent)(done, total, "")
-    for weight, value in _converted(reader, table, target):
-        placed[weight.path] = _place(value, shardings.get(weight.path))
-        done += value.nbytes
+    for weight, value in _read_ahead(table, read):
+        sharding = None if weight.path in forms else shardings.get(weight.path)
+        placed[weight.path] = jax.tree.map(lambda leaf, sharding=sharding: _place(leaf, sharding), value)
+        done += _num_bytes(value)
         (progress or _silent)(done, total, weight.hf_name)
+    if quantization is not None:
+        log.info("%s", description(forms, table))
     return LoadedModel(config, make_params(config, lambda weight: placed[weight.path]), reader.generation_config)
 
 
@@ -94,6 +123,18 @@ def model_config_of(resolved: ResolvedModel) -> ModelConfig:
     if resolved.kind == "orbax":
         return model_config_from_hf(read_json_object(resolved.path / "config.json"))
     return model_config_from_hf(open_checkpoint(resolved).hf_config)
+
+
+def abstract_weights(resolved: ResolvedModel, dtype: str, quantization: str | None = None) -> dict[str, Any]:
+    """Shapes and dtypes of what `load_model` would give, without reading weights.
+
+    Raises:
+      CheckpointError, UnsupportedModelError, ValueError: as `load_model`.
+    """
+    config = model_config_of(resolved)
+    reader = None if resolved.kind == "orbax" else open_checkpoint(resolved)
+    forms = quantised_forms(quantization, config, weights(config), reader)
+    return make_params(config, lambda weight: abstract_params_of(weight, forms, jnp.dtype(dtype)))
 
 
 def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
@@ -111,18 +152,27 @@ def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
     return SafetensorsReader(resolved.path)
 
 
-def _converted(
-    reader: CheckpointReader, table: Sequence[Weight], dtype: np.dtype[Any]
-) -> Iterator[tuple[Weight, np.ndarray[Any, Any]]]:
-    """Weights in our layout and dtype, in the table's order, read a few ahead in threads."""
+def _load_orbax(
+    resolved: ResolvedModel, dtype: str, mesh: Mesh | None, progress: Progress, quantization: str | None
+) -> LoadedModel:
+    from jaxserve.loading.orbax_checkpoint import load_orbax
 
-    def read(weight: Weight) -> np.ndarray[Any, Any]:
-        value = reader.read(weight.hf_name)
-        # Views of a file are copied even if nothing else is to be done; see `map_tensor`.
-        is_own = value.flags.writeable
-        return np.array(value.T if weight.transpose else value, dtype, order="C", copy=None if is_own else True)
+    table = weights(model_config_of(resolved))
+    forms = quantised_forms(quantization, model_config_of(resolved), table, None)
+    config, params, generation_config = load_orbax(resolved.path, dtype, mesh, progress)
+    placed = _by_path(config, params)
+    for weight in table:
+        if weight.path in forms:
+            value = np.asarray(placed[weight.path]).astype(np.float32)
+            matrix = quantise_columns(value.T if weight.transpose else value, forms[weight.path])
+            assert matrix.shape == matrix_shape(weight), weight
+            placed[weight.path] = jax.tree.map(jnp.asarray, matrix)
+    return LoadedModel(config, make_params(config, lambda weight: placed[weight.path]), generation_config)
 
-    pending: deque[tuple[Weight, Future[np.ndarray[Any, Any]]]] = deque()
+
+def _read_ahead(table: Sequence[Weight], read: Callable[[Weight], Any]) -> Iterator[tuple[Weight, Any]]:
+    """Weights in our layout, in the table's order, read a few ahead in threads."""
+    pending: deque[tuple[Weight, Future[Any]]] = deque()
     with ThreadPoolExecutor(min(_READ_AHEAD, os.cpu_count() or 1)) as pool:
         try:
             for weight in table:
@@ -142,6 +192,10 @@ def _place(value: np.ndarray[Any, Any], sharding: Sharding | None) -> jax.Array:
     if sharding is None:
         return jnp.asarray(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
 
 
 def _by_path(config: ModelConfig, tree: dict[str, Any]) -> dict[tuple[str | int, ...], Any]:

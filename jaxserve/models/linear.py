@@ -6,17 +6,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.matmul import is_packed, packed_matmul
+from pallas_kernels.matmul import PackedMatrix, is_packed, packed_matmul
 
 
 def matmul(
-    x: jax.Array, kernel: jax.Array, *, transposed: bool = False, out_dtype: jnp.dtype | None = None
+    x: jax.Array, kernel: PackedMatrix, *, transposed: bool = False, out_dtype: jnp.dtype | None = None
 ) -> jax.Array:
     """`x @ kernel` in full precision of its dtype.
 
     Args:
       x: [N, in].
-      kernel: [in, out], or [out, in] when `transposed`; or packed (`pallas_kernels.matmul.pack`) from [in, out].
+      kernel: [in, out], or [out, in] when `transposed`; or packed from [in, out], quantised or not
+        (`pallas_kernels.matmul`).
       out_dtype: of the result; x's when None.
 
     Returns:
@@ -47,5 +48,5 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[N, in] -> [N, out]."""
-        product = matmul(x, self.kernel[...])
+        product = matmul(x, self.kernel.get_value())
         return product if self.bias is None else product + self.bias[...]

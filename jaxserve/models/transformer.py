@@ -45,7 +45,8 @@ def forward(
       (hidden [T, d], cache): hidden states before the final norm.
     """
     embed = params["embed"]
-    x = packed_columns(embed, token_ids) if is_packed(embed) else embed[token_ids]
+    dtype = params["final_norm"].dtype
+    x = packed_columns(embed, token_ids, dtype) if is_packed(embed) else embed[token_ids]
     rope = rope_tables(config.rope, config.head_dim, config.max_position_embeddings, positions)
     layers = params["layers"]
     if isinstance(layers, dict):
@@ -118,11 +119,14 @@ def stack_layers(params: Params, *, consume: bool = False) -> Params:
 def pack_kernels(config: ModelConfig, params: Params) -> Params:
     """The tree with its matrices packed for products on CPU (`pallas_kernels.matmul`), those that have such a form.
 
-    An embedding that is the output layer too is packed as that; a separate one stays. Arrays of `params` are dropped
+    An embedding that is the output layer too is packed as that; a separate one stays, and so does what is packed
+    already, which quantised matrices are. Arrays of `params` are dropped
     one by one, so that no second copy of the model is in memory; `params` must not be used again.
     """
 
     def packed(holder: Params, name: str, *, transposed: bool = False) -> None:
+        if is_packed(holder[name]):
+            return
         matrix = holder[name].T if transposed else holder[name]
         if can_pack(matrix.shape, matrix.dtype):
             holder[name] = jax.block_until_ready(pack(matrix))

@@ -19,12 +19,21 @@ def weights_form(config: EngineConfig, mesh: Mesh) -> str:
     on one CPU device if numba is installed.
 
     Raises:
-      ValueError: packed matrices are asked for where they cannot be.
+      ValueError: packed or quantised matrices are asked for where they cannot be.
       ImportError: they are asked for without numba.
     """
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     stacked = not on_cpu if config.scan_layers is None else config.scan_layers
     can_pack = on_cpu and mesh.size == 1 and not stacked and config.dtype in native.NATIVE_DTYPES
+    if config.quantization is not None:
+        if not can_pack or config.matmul_implementation == "xla":
+            raise ValueError(
+                f"quantization {config.quantization} needs one CPU device, unstacked layers, dtype"
+                f" {' or '.join(native.NATIVE_DTYPES)} and matmul_implementation auto or native_cpu; leave it out for"
+                " weights of dtype"
+            )
+        native.require()
+        return "packed"
     if config.matmul_implementation == "native_cpu":
         native.require()
         if not can_pack:

@@ -1,0 +1,131 @@
+"""Weights kept quantised in memory: which of a model's matrices, in what form, and how they are made.
+
+A matrix is quantised along `in`, which are the rows of a checkpoint's tensor, linear layers and embeddings alike. The
+embedding is packed as the output layer that it may be too; looking it up dequantises the rows that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve.loading.checkpoint import CheckpointReader
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.weights import Weight
+from pallas_kernels.matmul import (
+    Blocks,
+    QuantisedForm,
+    QuantisedMatrix,
+    abstract_quantised,
+    can_quantise,
+    pack_quantised,
+    quantise,
+)
+
+Forms = dict[tuple[str | int, ...], QuantisedForm]
+"""The form of every weight that is kept quantised, by path."""
+
+_INT8, _INT4 = QuantisedForm(8), QuantisedForm(4, has_minimum=True)
+_VALUES_AT_ONCE = 1 << 20
+
+
+def matrix_shape(weight: Weight) -> tuple[int, int]:
+    """(in, out) of a weight of two dimensions as a product has it."""
+    first, second = weight.shape
+    return (first, second) if weight.transpose else (second, first)
+
+
+def quantised_forms(
+    quantization: str | None, config: ModelConfig, table: Sequence[Weight], reader: CheckpointReader | None
+) -> Forms:
+    """Which weights are kept quantised, and how.
+
+    "int8" and "int4" take every matrix of the layers and the output layer; one that is the embedding too has 8 bits in
+    both. "gguf" takes the file's own.
+
+    Args:
+      quantization: as the flag has it; None: no weight.
+      reader: of the checkpoint; None for one without.
+
+    Raises:
+      ValueError: "gguf" of something else, or of a file that has no such tensor.
+    """
+    if quantization is None:
+        return {}
+    if quantization == "gguf":
+        return _gguf_forms(table, reader)
+    found: Forms = {}
+    for weight in table:
+        is_embedding = weight.path == ("embed",)
+        if len(weight.shape) == 2 and (config.tie_word_embeddings or not is_embedding):
+            form = _INT4 if quantization == "int4" and not is_embedding else _INT8
+            if can_quantise(matrix_shape(weight), form.block):
+                found[weight.path] = form
+    return found
+
+
+def abstract_params_of(weight: Weight, forms: Mapping[tuple[str | int, ...], QuantisedForm], dtype: Any) -> Any:
+    """Shapes and dtypes of a weight in memory."""
+    form = forms.get(weight.path)
+    return jax.ShapeDtypeStruct(weight.shape, dtype) if form is None else abstract_quantised(matrix_shape(weight), form)
+
+
+def quantised_weight(weight: Weight, form: QuantisedForm, reader: CheckpointReader, quantization: str) -> Any:
+    """Reads a weight as a `QuantisedMatrix` of numpy arrays."""
+    if quantization == "gguf":
+        from jaxserve.loading.gguf_reader import GgufReader
+
+        assert isinstance(reader, GgufReader), f"{reader.name} is no GGUF file"
+        return in_parts(matrix_shape(weight), form, reader.blocks(weight.hf_name))
+    return quantise_columns(reader.read(weight.hf_name), form)
+
+
+def quantise_columns(columns: np.ndarray[Any, Any], form: QuantisedForm) -> QuantisedMatrix:
+    """Quantises the columns [out, in] of a matrix; `form` is that of "int8" or "int4"."""
+    return in_parts(columns.shape[::-1], form, lambda part: quantise(columns[part], form.bits))
+
+
+def in_parts(shape: tuple[int, ...], form: QuantisedForm, blocks_of: Callable[[slice], Blocks]) -> QuantisedMatrix:
+    """Packs a matrix (in, out) some columns at a time: what lies between takes several times their memory."""
+    in_size, out_size = shape
+    whole = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), abstract_quantised((in_size, out_size), form))
+    groups = whole.integers.shape[0]
+    group_size = out_size // groups
+    at_once = max(1, _VALUES_AT_ONCE // (in_size * group_size))
+    for first in range(0, groups, at_once):
+        end = min(groups, first + at_once)
+        part = pack_quantised(blocks_of(slice(first * group_size, end * group_size)), form.bits)
+        for array, piece in zip(whole, part, strict=True):
+            array[first:end] = piece
+    return QuantisedMatrix(*whole)
+
+
+def description(forms: Forms, table: Sequence[Weight]) -> str:
+    """What is kept quantised, for the log."""
+    matrices = [weight for weight in table if len(weight.shape) == 2]
+    others = [weight.hf_name for weight in matrices if weight.path not in forms]
+    kinds = ", ".join(f"{bits} bits: {sum(form.bits == bits for form in forms.values())}" for bits in (4, 8))
+    more = f"; not quantised: {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}" if others else ""
+    return f"{len(forms)} of {len(matrices)} matrices are kept quantised ({kinds}){more}"
+
+
+def _gguf_forms(table: Sequence[Weight], reader: CheckpointReader | None) -> Forms:
+    from jaxserve.loading.gguf_blocks import FORMS
+    from jaxserve.loading.gguf_reader import GgufReader
+
+    if not isinstance(reader, GgufReader):
+        raise ValueError("quantization gguf keeps the blocks of a .gguf file; this model is none: use int8 or int4")
+    found: Forms = {}
+    for weight in table:
+        form = FORMS.get(reader.quantisation(weight.hf_name))
+        if len(weight.shape) == 2 and form is not None and can_quantise(matrix_shape(weight), form.block):
+            found[weight.path] = form
+    if not found:
+        raise ValueError(
+            f"quantization is gguf and {reader.name} has no matrix that can be kept quantised:"
+            f" {', '.join(kind.name for kind in FORMS)} with outputs in 32s; leave quantization out, or use int8 or int4"
+        )
+    return found
