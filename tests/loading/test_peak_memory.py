@@ -23,13 +23,14 @@ from jaxserve.core import peak_memory_bytes
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.runtime import make_mesh
 
-def load(path):
-    return jax.block_until_ready(load_model(resolve_model(path), "float32", mesh=make_mesh(1)).params)
+def load(path, quantization):
+    loaded = load_model(resolve_model(path), "float32", mesh=make_mesh(1), quantization=quantization or None)
+    return jax.block_until_ready(loaded.params)
 
-small, large = sys.argv[1:]
-load(small)  # what is imported along the way is no part of the model
+small, large, quantization = sys.argv[1:]
+load(small, "")  # what is imported along the way is no part of the model
 before = peak_memory_bytes()
-params = load(large)
+params = load(large, quantization)
 num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 print(json.dumps([num_bytes, peak_memory_bytes() - before]))
 """
@@ -40,18 +41,31 @@ def large_weights():
     return tiny_weights(tiny_config(**SIZES))
 
 
+def measure(small, large, quantization=""):
+    """Bytes of the parameters, and by how much the process' peak grew while they were loaded."""
+    arguments = [sys.executable, "-c", CHILD, small, large, quantization]
+    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "gguf"])
 def test_loading_holds_no_second_copy_of_the_model(form, tiny_model_dir, large_weights, tmp_path):
     if form == "gguf":
         path = write_gguf(tmp_path / "model.gguf", tiny_config(**SIZES), large_weights, quant=Quant.Q8_0)
     else:
         path = write_tiny_model(tmp_path / "model", dtype=form, **SIZES)
-    arguments = [sys.executable, "-c", CHILD, tiny_model_dir, path]
-    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    num_bytes, grown_bytes = json.loads(done.stdout)
+    num_bytes, grown_bytes = measure(tiny_model_dir, path)
     assert num_bytes > 120e6
     assert grown_bytes < 1.7 * num_bytes
+
+
+def test_blocks_are_kept_without_the_model_dequantised(tiny_model_dir, large_weights, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", tiny_config(**SIZES), large_weights, quant=Quant.Q8_0)
+    num_bytes, grown_bytes = measure(tiny_model_dir, path, "gguf")
+    assert num_bytes < 45e6
+    # Of a few parts of matrices, a few numbers of each value; dequantised it would be 160 MB.
+    assert grown_bytes < num_bytes + 70e6
 
 
 def test_stacking_may_consume_the_layers():

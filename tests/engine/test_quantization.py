@@ -1,0 +1,130 @@
+"""The engine with weights kept quantised, beside one whose weights are the same numbers."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Quant
+from safetensors.numpy import save_file
+
+from jaxserve import LLM
+from jaxserve.config import EngineConfig
+from jaxserve.engine.dry_run import start_plan
+from jaxserve.runtime import make_mesh, weights_form
+from jaxserve.testing.tiny import tiny_config, tiny_weights, write_tiny_model
+from pallas_kernels.matmul import QuantisedMatrix, quantise
+from tests.engine.conftest import greedy, ids, random_prompts
+from tests.engine.test_cpu_kernels import form
+from tests.loading.gguf_files import write_gguf
+
+SIZES = dict(vocab=288)
+"""The embedding is quantised too."""
+PROMPTS = random_prompts((5, 16, 17, 33))
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """`make(name, dtype, quantization)`: an LLM on a model of `models` below."""
+    folder = tmp_path_factory.mktemp("quantised")
+    config = tiny_config(**SIZES)
+    tensors = tiny_weights(config)
+    write_gguf(folder / "Q4_1.gguf", config, tensors, quant=Quant.Q4_1)
+    for name, bits in (("plain", None), ("int8", 8), ("int4", 4)):
+        write_tiny_model(folder / name, **SIZES)
+        rounded = {key: through(key, value, bits) for key, value in tensors.items()}
+        save_file(rounded, folder / name / "model.safetensors", metadata={"format": "pt"})
+    made = {}
+
+    def make(name, dtype, quantization):
+        key = name, dtype, quantization
+        if key not in made:
+            made[key] = LLM(
+                str(folder / name), dtype=dtype, quantization=quantization, compile_cache="", skip_tokenizer_init=True,
+                max_model_len=64, max_num_batched_tokens=64, decode_buckets=(8,), prefill_buckets=(64,),
+                table_width_buckets=(4,), num_pages=40,
+            )  # fmt: skip
+        return made[key]
+
+    return make
+
+
+def through(name, value, bits):
+    """A tensor's numbers after they were quantised."""
+    if bits is None or value.ndim == 1:
+        return value
+    integers, scales, minima = quantise(value, 8 if "embed" in name else bits)
+    wide = integers * np.repeat(scales.astype(np.float32), 32, 1)
+    return wide if minima is None else wide + np.repeat(minima.astype(np.float32), 32, 1)
+
+
+def scores(llm):
+    """Log-probabilities of every prompt token."""
+    llm.engine.reset_prefix_cache()
+    outputs = llm.generate(PROMPTS, greedy(1, prompt_logprobs=0), use_tqdm=False)
+    return [
+        entry[token].logprob
+        for prompt, output in zip(PROMPTS, outputs, strict=True)
+        for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("plain", "quantised", "quantization"), [
+    ("Q4_1.gguf", "Q4_1.gguf", "gguf"), ("int8", "plain", "int8"), ("int4", "plain", "int4"),
+])  # fmt: skip
+def test_answers_are_those_of_the_same_numbers_in_float32(make, plain, quantised, quantization):
+    """Both multiply the same numbers and sum them as float32, so only the order of sums is another."""
+    wanted, llm = make(plain, "float32", None), make(quantised, "float32", quantization)
+    np.testing.assert_allclose(scores(llm), scores(wanted), atol=1e-4)
+    assert ids(llm.generate(PROMPTS, greedy(8), use_tqdm=False)) == ids(
+        wanted.generate(PROMPTS, greedy(8), use_tqdm=False)
+    )
+
+
+def test_bfloat16_answers_are_as_close_to_float32_as_those_of_dequantised_weights(make):
+    """Activations are rounded alike; weights are exact here and rounded there, which in two layers hardly shows."""
+    exact = np.asarray(scores(make("Q4_1.gguf", "float32", None)))
+    kept, rounded = (np.abs(scores(make("Q4_1.gguf", "bfloat16", name)) - exact) for name in ("gguf", None))
+    assert kept.max() < 0.3
+    assert kept.mean() < 1.5 * rounded.mean()
+
+
+def test_tokens_are_the_same_alone_and_together(make):
+    llm = make("Q4_1.gguf", "bfloat16", "gguf")
+    together = ids(llm.generate(PROMPTS, greedy(12), use_tqdm=False))
+    llm.engine.reset_prefix_cache()
+    assert [ids(llm.generate([prompt], greedy(12), use_tqdm=False))[0] for prompt in PROMPTS] == together
+
+
+def test_weights_take_the_memory_of_their_blocks_in_the_plan_too(make):
+    llm = make("Q4_1.gguf", "bfloat16", "gguf")
+    params, config = llm.engine.runner._params, llm.engine.config
+    assert isinstance(params["embed"], QuantisedMatrix)
+    assert isinstance(params["layers"][1]["mlp"]["up_proj"]["kernel"], QuantisedMatrix)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    dense = sum(leaf.nbytes for leaf in jax.tree.leaves(make("Q4_1.gguf", "bfloat16", None).engine.runner._params))
+    assert llm.engine.runner.memory_plan.weights_bytes == held
+    assert held < 5.3 / 16 * dense  # 5 bits, and norms
+    plan = start_plan(config).memory
+    assert plan.weights_bytes == held
+    assert start_plan(dataclasses.replace(config, quantization=None)).memory.weights_bytes == dense
+
+
+@pytest.mark.parametrize(
+    ("platform", "settings"),
+    [
+        ("gpu", {}),
+        ("cpu", {"devices": 2}),
+        ("cpu", {"scan_layers": True}),
+        ("cpu", {"matmul_implementation": "xla"}),
+    ],
+)
+def test_quantised_weights_are_refused_where_they_cannot_be(platform, settings):
+    with pytest.raises(ValueError, match="quantization int8 needs one CPU device, unstacked layers, dtype float32"):
+        form(platform, quantization="int8", **settings)
+
+
+def test_form_and_names():
+    assert weights_form(EngineConfig(model="m", quantization="int4"), make_mesh(1)) == "packed"
+    with pytest.raises(ValueError, match="quantization is 'awq'; it must be one of gguf, int8, int4"):
+        EngineConfig(model="m", quantization="awq")
