@@ -124,8 +124,9 @@ def _gguf_forms(table: Sequence[Weight], reader: CheckpointReader | None) -> For
         if len(weight.shape) == 2 and form is not None and can_quantise(matrix_shape(weight), form.block):
             found[weight.path] = form
     if not found:
+        kept = ", ".join(kind.name for kind in FORMS)
         raise ValueError(
             f"quantization is gguf and {reader.name} has no matrix that can be kept quantised:"
-            f" {', '.join(kind.name for kind in FORMS)} with outputs in 32s; leave quantization out, or use int8 or int4"
+            f" {kept} with outputs in 32s; leave quantization out, or use int8 or int4"
         )
     return found

@@ -35,6 +35,8 @@ ITEMS_PER_THREAD = 4
 # Two rows too: to decode blocks once for each of them would take as long as for four.
 _SIZES = sorted({*ROWS, 2}, reverse=True)
 _HIGH, _MIDDLE, _LOW, _TWO, _ONE = (_SIZES[min(index, len(_SIZES) - 1)] for index in range(5))
+MOST_ROWS = _HIGH
+"""Rows of the largest tile."""
 _high_tile, _middle_tile, _low_tile, _two_tile, _one_tile = map(make_quantised_tile, (_HIGH, _MIDDLE, _LOW, _TWO, _ONE))
 
 
@@ -52,6 +54,28 @@ def block_sums(kind, form, x, rows, blocks, sums):
 
 
 @njit(**OPTIONS)
+def multiply_quantised_rows(kind, form, x, stride, sums, sums_stride, integers, scales, blocks, out, left):
+    """Some of `left` rows from address `x` on, times a group of columns; returns how many, at most `MOST_ROWS`.
+
+    See `make_quantised_tile`; `out` is float32[MOST_ROWS, COLUMNS].
+    """
+    if left >= _HIGH:
+        _high_tile(kind, form, x, stride, sums, sums_stride, integers, scales, blocks, out)
+        return _HIGH
+    if left >= _MIDDLE:
+        _middle_tile(kind, form, x, stride, sums, sums_stride, integers, scales, blocks, out)
+        return _MIDDLE
+    if left >= _LOW:
+        _low_tile(kind, form, x, stride, sums, sums_stride, integers, scales, blocks, out)
+        return _LOW
+    if left >= _TWO:
+        _two_tile(kind, form, x, stride, sums, sums_stride, integers, scales, blocks, out)
+        return _TWO
+    _one_tile(kind, form, x, stride, sums, sums_stride, integers, scales, blocks, out)
+    return _ONE
+
+
+@njit(**OPTIONS)
 def multiply_quantised(kind, form, x, sums, rows, blocks, integers, scales, out, first, end):
     """Groups [first, end) of the columns of a product.
 
@@ -66,28 +90,16 @@ def multiply_quantised(kind, form, x, sums, rows, blocks, integers, scales, out,
       out: array [rows, columns] of float32, or of bfloat16 as uint16.
       first, end: groups of 32 columns.
     """
-    scratch = np.empty((_HIGH, COLUMNS), np.float32)
-    to, stride, sums_stride = scratch.ctypes.data, array_at(kind, x, (1,)).itemsize * form.block * blocks, 4 * blocks
+    scratch = np.empty((MOST_ROWS, COLUMNS), np.float32)
+    stride, sums_stride = array_at(kind, x, (1,)).itemsize * form.block * blocks, 4 * blocks
     for group in range(first, end):
         w, s = integers + group * blocks * form.integer_bytes, scales + group * blocks * form.scale_bytes
         row = 0
         while row < rows:
-            left, here, here_sums = rows - row, x + row * stride, sums + row * sums_stride
-            if left >= _HIGH:
-                _high_tile(kind, form, here, stride, here_sums, sums_stride, w, s, blocks, to)
-                done = _HIGH
-            elif left >= _MIDDLE:
-                _middle_tile(kind, form, here, stride, here_sums, sums_stride, w, s, blocks, to)
-                done = _MIDDLE
-            elif left >= _LOW:
-                _low_tile(kind, form, here, stride, here_sums, sums_stride, w, s, blocks, to)
-                done = _LOW
-            elif left >= _TWO:
-                _two_tile(kind, form, here, stride, here_sums, sums_stride, w, s, blocks, to)
-                done = _TWO
-            else:
-                _one_tile(kind, form, here, stride, here_sums, sums_stride, w, s, blocks, to)
-                done = _ONE
+            done = multiply_quantised_rows(
+                kind, form, x + row * stride, stride, sums + row * sums_stride, sums_stride, w, s, blocks,
+                scratch.ctypes.data, rows - row,
+            )  # fmt: skip
             for i in range(done):
                 target = out[row + i, group * COLUMNS : (group + 1) * COLUMNS]
                 for j in range(COLUMNS):

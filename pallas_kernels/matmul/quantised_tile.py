@@ -26,6 +26,7 @@ from pallas_kernels.matmul.tile import (
     dot_step,
     load,
     multiply_add,
+    prefetch,
     spread,
     word,
 )
@@ -37,6 +38,8 @@ _VECTORS = range(COLUMNS // LANES)
 _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 _WORDS = ir.VectorType(_I16, 2 * LANES)
 _OUT_STRIDE = 4 * COLUMNS
+_AHEAD = 12
+"""Blocks by which memory is asked for before it is needed: the processor alone is late when many rows keep it busy."""
 
 
 class FormType(types.Type):
@@ -132,6 +135,7 @@ def _generate(builder: Any, rows: int, form: QuantisedForm, steps: Any, args: An
     found = [[builder.phi(FLOATS) for _ in _VECTORS] for _ in range(rows)]
     place = builder.add(block_integers, builder.mul(index, word(form.integer_bytes // word_rows)))
     here = builder.add(block_x, builder.mul(index, word(steps.values * steps.x_bytes)))
+    prefetch(builder, builder.add(place, word(_AHEAD * form.integer_bytes)), form.integer_bytes // word_rows)
     starts = [builder.add(start, here) for start in x_starts]
     ends = steps.add(found, place, starts)
     following = builder.add(index, word(1))
@@ -144,6 +148,7 @@ def _generate(builder: Any, rows: int, form: QuantisedForm, steps: Any, args: An
 
     builder.position_at_end(block_end)
     block_scales = builder.add(scales, builder.mul(block, word(form.scale_bytes)))
+    prefetch(builder, builder.add(block_scales, word(_AHEAD * form.scale_bytes)), form.scale_bytes)
     factors = [
         [_load_scales(builder, form, block_scales, COLUMNS * part + LANES * v) for v in _VECTORS]
         for part in range(1 + form.has_minimum)

@@ -7,10 +7,12 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 COLUMNS = 32
 
+_LINE = 64
 LANES = 16
 FLOATS, INTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
 _WORD = ir.IntType(64)
@@ -80,6 +82,16 @@ def word(value: int) -> Any:
 
 def load(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
+
+
+def prefetch(builder: Any, address: Any, size: int) -> None:
+    """Asks for the cache lines of `size` bytes, which may lie outside of any array: nothing comes of it then."""
+    number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    options = [ir.Constant(number, value) for value in (0, 3, 1)]  # to read, into the nearest cache, data
+    for line in range(0, size, _LINE):
+        builder.call(function, [builder.inttoptr(builder.add(address, word(line)), pointer), *options])
 
 
 def spread(builder: Any, x: Any) -> Any:
