@@ -74,12 +74,16 @@ def test_product_is_that_of_the_numbers_for_any_number_of_rows(name, dtype):
             # What is summed: scaled integers and minima apart.
             scale = np.abs(wide) @ (np.abs(numbers) + 2 * np.abs(numbers).max())
             assert (np.abs(found - wide @ numbers) <= 1e-6 * scale).all()
-            if dtype == "bfloat16" and rows == 7:
-                rounded = packed_matmul(x, matrix)
-                assert rounded.dtype == jnp.bfloat16
-                np.testing.assert_array_equal(
-                    rounded.astype(jnp.float32), jnp.asarray(found, jnp.bfloat16).astype(jnp.float32)
-                )
+
+
+def test_a_product_in_bfloat16_is_that_in_float32_rounded():
+    form = FORMS["Q4_1"]
+    x, matrix = draw(7, 288, dtype="bfloat16"), packed(draw_blocks(form, 288, 96)[0], form)
+    rounded = packed_matmul(x, matrix)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        rounded.astype(jnp.float32), packed_matmul(x, matrix, jnp.float32).astype(jnp.bfloat16).astype(jnp.float32)
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,8 +106,7 @@ def test_tile_of_bfloat16_with_and_without_the_instructions(name, has_decoding):
     np.testing.assert_allclose(out, np.asarray(x, np.float32) @ numbers.astype(np.float32), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["Q4_1", "Q8_0"])
+@pytest.mark.parametrize(("name", "dtype"), [("Q4_1", "bfloat16"), ("Q8_0", "bfloat16"), ("Q5_1", "float32")])
 def test_a_row_has_the_same_bits_whatever_is_beside_it(name, dtype):
     form = FORMS[name]
     matrix = packed(draw_blocks(form, 288, 96)[0], form)
