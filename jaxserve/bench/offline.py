@@ -20,6 +20,7 @@ PAGE_SIZE = 16
 
 COLUMNS = (
     Column("dtype", "dtype"),
+    Column("quantization", "weights"),
     Column("slots", "slots", "d"),
     Column("output_tokens_per_s", "output tokens/s", ".1f"),
     Column("slot_utilisation", "slot utilisation", ".1%"),
@@ -33,19 +34,28 @@ COLUMNS = (
 
 def run(flags: FlagValues) -> None:
     """Measures every dtype at every slot count, each several times, and reports medians."""
-    results = [measure(flags, dtype, slots) for dtype in flags.dtypes for slots in flags.slots]
+    results = [each for dtype in flags.dtypes for slots in flags.slots for each in measure(flags, dtype, slots)]
     settings = {name: flags[name].value for name in ("model", "prompt_tokens", "output_tokens", "runs", "overlap")}
     report("offline", settings | {"requests_per_slot": flags.requests_per_slot}, results, COLUMNS, flags.output)
 
 
-def measure(flags: FlagValues, dtype: str, slots: int) -> dict[str, Any]:
-    """Medians over the runs of one setting."""
-    llm = make_llm(flags, dtype, slots)
-    prompts, params = make_requests(flags, slots, llm.engine.limits.vocab_size)
-    runs = [one_run(llm, prompts, params, slots) for _ in range(flags.runs)]
-    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    output_tokens = sum(each.max_tokens or 0 for each in params)
-    return {"dtype": dtype, "slots": slots, "requests": len(prompts), "output_tokens": output_tokens, **medians}
+def measure(flags: FlagValues, dtype: str, slots: int) -> list[dict[str, Any]]:
+    """Medians over the runs of one setting, for each form of the weights; their runs take turns."""
+    llms = {
+        name: make_llm(flags, dtype, slots, quantization=None if name == "none" else name)
+        for name in flags.quantizations
+    }
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in llms}
+    for _ in range(flags.runs):
+        for name, llm in llms.items():
+            prompts, params = make_requests(flags, slots, llm.engine.limits.vocab_size)
+            runs[name].append(one_run(llm, prompts, params, slots))
+    results = []
+    for name, found in runs.items():
+        medians = {key: statistics.median(each[key] for each in found) for key in found[0]}
+        about = {"dtype": dtype, "quantization": name, "slots": slots, "requests": len(prompts)}
+        results.append(about | {"output_tokens": sum(each.max_tokens or 0 for each in params)} | medians)
+    return results
 
 
 def make_llm(flags: FlagValues, dtype: str, slots: int, **settings: Any) -> LLM:

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from absl.flags import BooleanParser
 
-from jaxserve.config.engine_config import DTYPES, EngineConfig
+from jaxserve.config.engine_config import DTYPES, QUANTIZATIONS, EngineConfig
 from jaxserve.config.flag import Flag, flags_for
 from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, TextParser
 from jaxserve.config.policy_config import POLICIES
@@ -24,6 +24,12 @@ BENCH_FLAGS: tuple[Flag, ...] = (
         "Measurement",
         ("model", _TEXT, _DEFAULTS["model"], "demo name, directory, .gguf, Orbax directory or hub id"),
         ("dtypes", ListParser(ChoiceParser(DTYPES)), DTYPES, "dtypes to measure; compare_modes: one, bfloat16"),
+        (
+            "quantizations",
+            ListParser(ChoiceParser(("none", *QUANTIZATIONS))),
+            ("none",),
+            "offline: forms of the weights to measure in turns, see the server's quantization",
+        ),
         ("slots", _COUNTS, (1, 8, 32), "slot counts to measure; compare_modes: one, 8; machine, buckets: 8,32"),
         ("prompt_tokens", _COUNT, 32, "tokens of each prompt"),
         ("output_tokens", IntParser(low=2), 64, "tokens of each output"),

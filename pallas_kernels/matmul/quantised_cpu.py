@@ -18,7 +18,6 @@ from pallas_kernels.common.cpu_calls import (
     OPTIONS,
     argument,
     array_at,
-    load,
     register,
     result,
     source_version,
@@ -27,7 +26,7 @@ from pallas_kernels.common.cpu_calls import (
 )
 from pallas_kernels.matmul import quantised, quantised_tile, tile
 from pallas_kernels.matmul.quantised import QuantisedForm
-from pallas_kernels.matmul.quantised_tile import make_quantised_tile
+from pallas_kernels.matmul.quantised_tile import block_sum, make_quantised_tile
 from pallas_kernels.matmul.tile import COLUMNS, ROWS
 
 ITEMS_PER_THREAD = 4
@@ -43,14 +42,10 @@ _high_tile, _middle_tile, _low_tile, _two_tile, _one_tile = map(make_quantised_t
 @njit(**OPTIONS)
 def block_sums(kind, form, x, rows, blocks, sums):
     """Writes float32[rows, blocks], the sum of each block of each row of `x`; both are addresses."""
-    values = array_at(kind, x, (rows, blocks * form.block))
-    out = array_at(np.float32(0), sums, (rows, blocks))
-    for row in range(rows):
-        for block in range(blocks):
-            total = np.float32(0)
-            for index in range(block * form.block, (block + 1) * form.block):
-                total += load(values[row, index])
-            out[row, block] = total
+    size = array_at(kind, x, (1,)).itemsize * form.block
+    out = array_at(np.float32(0), sums, (rows * blocks,))
+    for block in range(rows * blocks):
+        out[block] = block_sum(kind, form, x + block * size)
 
 
 @njit(**OPTIONS)

@@ -74,6 +74,35 @@ for _name in ("block", "has_minimum", "integer_bytes", "scale_bytes"):
     _expose(_name)
 
 
+@intrinsic
+def block_sum(typing: Any, kind: Any, form: Any, address: Any) -> Any:
+    """The sum of a block of a row at an address; `kind` and `form` are as for a tile."""
+    block = form.form.block
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if kind == types.float32:
+            parts = [load(builder, builder.add(args[2], word(4 * n)), FLOATS) for n in range(0, block, LANES)]
+        else:
+            halves = ir.VectorType(_I16, LANES)
+            found = [load(builder, builder.add(args[2], word(2 * n)), halves) for n in range(0, block, LANES)]
+            parts = [_widened(builder, builder.zext(each, INTS)) for each in found]
+        total = parts[0] if len(parts) == 1 else builder.fadd(*parts)
+        lanes = LANES
+        while lanes > 1:
+            lanes //= 2
+            low, high = (ir.Constant(ir.VectorType(_I32, lanes), [*range(n, n + lanes)]) for n in (0, lanes))
+            none = ir.Constant(total.type, ir.Undefined)
+            total = builder.fadd(*(builder.shuffle_vector(total, none, part) for part in (low, high)))
+        return builder.extract_element(total, ir.Constant(_I32, 0))
+
+    return types.float32(kind, form, types.int64), generate
+
+
+def _widened(builder: Any, words: Any) -> Any:
+    """float32 of the bfloat16 in the low half of each word."""
+    return builder.bitcast(builder.shl(words, ir.Constant(INTS, [16] * LANES)), FLOATS)
+
+
 def make_quantised_tile(rows: int, *, has_decoding: bool = HAS_DECODING) -> Any:
     """The jitted `tile(kind, form, x, x_stride, sums, sums_stride, integers, scales, blocks, out)`.
 
