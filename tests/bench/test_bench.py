@@ -47,6 +47,7 @@ def test_offline_measures_and_writes_json(tiny_model_dir, tmp_path, capsys):
             f"--model={tiny_model_dir}",
             "--dtypes=float32",
             "--slots=2",
+            "--quantizations=none,int8",
             "--prompt-tokens=8",
             "--output-tokens=8",
             "--runs=1",
@@ -54,7 +55,9 @@ def test_offline_measures_and_writes_json(tiny_model_dir, tmp_path, capsys):
         ]
     )
     document = json.loads(output.read_text())
-    (result,) = document["results"]
+    result, quantised = document["results"]
+    assert (result["quantization"], quantised["quantization"]) == ("none", "int8")
+    assert quantised["output_tokens"] == result["output_tokens"]
     assert document["machine"]["platform"] == "cpu"
     assert (result["slots"], result["requests"], result["dtype"]) == (2, 6, "float32")
     assert 24 <= result["output_tokens"] <= 48
