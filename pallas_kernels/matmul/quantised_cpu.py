@@ -26,7 +26,7 @@ from pallas_kernels.common.cpu_calls import (
 )
 from pallas_kernels.matmul import quantised, quantised_tile, tile
 from pallas_kernels.matmul.quantised import QuantisedForm
-from pallas_kernels.matmul.quantised_tile import block_sum, make_quantised_tile
+from pallas_kernels.matmul.quantised_tile import HAS_HALVES, block_sum, make_quantised_tile
 from pallas_kernels.matmul.tile import COLUMNS, ROWS
 
 ITEMS_PER_THREAD = 4
@@ -138,7 +138,13 @@ def _compiled_parts(version: int, dtype: str, form: QuantisedForm, out_dtype: st
 
 @functools.cache
 def call_name(dtype: str, form: QuantisedForm, out_dtype: str) -> str:
-    """The custom call for x of `dtype` and a matrix' form; compiled when first asked for."""
+    """The custom call for x of `dtype` and a matrix' form; compiled when first asked for.
+
+    Raises:
+      ValueError: the processor cannot do it.
+    """
+    if form.scale == "float16" and not HAS_HALVES:
+        raise ValueError("products with quantised matrices need a processor that widens float16 (F16C)")
     minimum = "minimum" if form.has_minimum else "symmetric"
     name = f"pallas_kernels.matmul.{dtype}.{form.bits}.{form.block}.{minimum}.{form.scale}.{out_dtype}"
     files = (__file__, tile.__file__, quantised_tile.__file__, quantised.__file__)
