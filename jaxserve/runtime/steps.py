@@ -21,12 +21,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.models import Attend, ModelConfig, forward, unembed
+from jaxserve.models import Attend, ModelConfig, RunLayers, forward, unembed
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import SlotState
+from jaxserve.runtime.weights_form import STACK_ACTIVATIONS
 from jaxserve.tables import Bucket
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, TableLayout, sample_fields
+from pallas_kernels.decoder_stack import StackTables, decoder_stack, is_stack
 from pallas_kernels.kv_write import choose_write, write_kv
 from pallas_kernels.paged_attention import paged_attention
 
@@ -82,7 +84,9 @@ def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
         page_ids, offsets = _write_places(fields, positions, rows, kv.page_size)
 
         attend = _make_attend(kv, bucket, fields, page_ids, offsets)
-        hidden, pool = forward(config, params, token_ids, positions, attend, pool)
+        in_one_call = is_stack(params["layers"])
+        run_layers = _make_run_layers(config, fields, page_ids, offsets) if in_one_call else None
+        hidden, pool = forward(config, params, token_ids, positions, attend, pool, run_layers)
         logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
         prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
         return pool, Forwarded(logits, layout.sample_ints(ints), prompt_scores)
@@ -153,6 +157,31 @@ def _make_attend(
         )(jnp.asarray(layer, jnp.int32), q, k, v, cache, tables)
 
     return attend
+
+
+def _make_run_layers(config: ModelConfig, fields: dict[str, Any], page_ids: jax.Array, offsets: jax.Array) -> RunLayers:
+    """All layers in one call, on one CPU device."""
+    own = {name: fields[name] for name in StackTables._fields if name in fields}
+    if not fields["prefill_context"].shape[0]:
+        own["prefill_starts"] = jnp.zeros(1, jnp.int32)
+    tables = StackTables(page_ids=page_ids, offsets=offsets, **own)
+
+    def run_layers(
+        layers: Any, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: KVPool
+    ) -> tuple[jax.Array, KVPool]:
+        x, pages = decoder_stack(
+            x,
+            layers,
+            cache.pages,
+            rope,
+            tables,
+            sliding_windows=config.sliding_windows,
+            rms_norm_eps=config.rms_norm_eps,
+            activation=STACK_ACTIVATIONS[config.hidden_act],
+        )
+        return x, KVPool(pages, None)
+
+    return run_layers
 
 
 def _write(

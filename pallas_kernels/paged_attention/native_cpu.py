@@ -19,22 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from pallas_kernels.common.cpu_calls import (
-    KEPT,
+from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, result_bytes, source_version, words
+from pallas_kernels.common.cpu_values import (
     KINDS,
     OPTIONS,
-    argument,
     array_at,
     load,
     pointer_f32,
     pointer_i32,
     pointer_u16,
-    register,
-    result,
-    result_bytes,
-    source_version,
     store,
-    words,
 )
 from pallas_kernels.common.native import NATIVE_DTYPES
 from pallas_kernels.paged_attention import native_cpu_block
@@ -56,7 +50,7 @@ _NEVER = np.float32(-1e30)
 
 
 @njit(**OPTIONS)
-def _attend(q, pool, layer, pages, head, begin, count, position, scale, window, softcap, sinks, out):
+def attend(q, pool, layer, pages, head, begin, count, position, scale, window, softcap, sinks, out):
     """Queries [begin, begin + count) of one row, the first at `position`, over KV head `head`."""
     dim = q.shape[2]
     group = q.shape[1] // pool.shape[3]
@@ -162,7 +156,7 @@ def _run_item(frame, plan, item, q, pool, out):
     sinks = carray(pointer_f32(address), (shape[0],))
     block, head = item // pool.shape[3], item % pool.shape[3]
     row, begin, count, position = words(plan + 8 * (1 + 4 * block), 4)
-    _attend(
+    attend(
         q,
         pool,
         layer,

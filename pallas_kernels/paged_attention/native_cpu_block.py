@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pallas_kernels.common.cpu_calls import INLINE, OPTIONS, bits_to_float, load, prefetch
+from pallas_kernels.common.cpu_values import INLINE, OPTIONS, bits_to_float, load, prefetch
 
 KEY_BLOCK = 128
 """Keys whose scores are held at once."""
