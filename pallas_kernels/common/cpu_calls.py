@@ -44,7 +44,7 @@ numba looks for it by the text of the function's own file and what the function 
 def source_version(*files: str) -> int:
     """A number that changes with the text of these files, this one and `cpu_values`, and jaxlib."""
     texts = [Path(file).read_bytes() for file in (__file__, cpu_values.__file__, *files)]
-    return int(hashlib.sha256(b"".join([*texts, jaxlib.__version__.encode(), repr(sorted((k,v) for k,v in __import__('os').environ.items() if k in ('AHEAD','LOC','PF'))).encode()])).hexdigest()[:15], 16)
+    return int(hashlib.sha256(b"".join([*texts, jaxlib.__version__.encode()])).hexdigest()[:15], 16)
 
 
 # Words (8 bytes) of XLA_FFI_CallFrame.

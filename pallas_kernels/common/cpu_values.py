@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
@@ -81,6 +81,30 @@ def _array_at(kind, address, shape):
     return lambda kind, address, shape: carray(pointer_f32(address), shape)
 
 
+@intrinsic
+def _bfloat16_bits(typing: Any, x: Any) -> Any:
+    """The nearest bfloat16's bits, uint16. In 32 bits throughout, where numba's own arithmetic would take 64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[0], word)
+        odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+        nearest = builder.lshr(builder.add(builder.add(bits, word(0x7FFF)), odd), word(16))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.select(is_nan, word(0x7FC0), nearest), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic
+def _from_bfloat16_bits(typing: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], word), word(16)), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
 def item_bytes(kind: Any) -> int:
     """Size of a number of `kind`'s type (see `KINDS`). For jitted code."""
     raise NotImplementedError("only in jitted code")
@@ -100,7 +124,7 @@ def load(x: Any) -> Any:
 @overload(load, inline="always")
 def _load(x):
     if x == types.uint16:
-        return lambda x: bits_to_float(np.uint32(x) << np.uint32(16))
+        return lambda x: _from_bfloat16_bits(x)
     return lambda x: x
 
 
@@ -124,13 +148,6 @@ def _store(array, place, x):
     return round_and_write
 
 
-@njit(**OPTIONS)
-def _bfloat16_bits(x):
-    bits = float_to_bits(x)
-    nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.uint16(np.uint32(0x7FC0) if x != x else nearest)
-
-
 def rounded(kind: Any, x: Any) -> Any:
     """A float32 as it would come back from an array of `kind`'s type (see `KINDS`). For jitted code."""
     raise NotImplementedError("only in jitted code")
@@ -139,5 +156,5 @@ def rounded(kind: Any, x: Any) -> Any:
 @overload(rounded, inline="always")
 def _rounded(kind, x):
     if kind == types.uint16:
-        return lambda kind, x: bits_to_float(np.uint32(_bfloat16_bits(x)) << np.uint32(16))
+        return lambda kind, x: _from_bfloat16_bits(_bfloat16_bits(x))
     return lambda kind, x: x

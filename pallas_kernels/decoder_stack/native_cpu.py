@@ -33,17 +33,12 @@ from pallas_kernels.common.cpu_values import (
     store,
 )
 from pallas_kernels.decoder_stack import parts
-from pallas_kernels.decoder_stack.parts import gated, keep, normalise, rotate
-from pallas_kernels.matmul import native_cpu as products
-from pallas_kernels.matmul import tile
+from pallas_kernels.decoder_stack.parts import activate, keep, normalise, rotate
 from pallas_kernels.matmul.native_cpu import MOST_ROWS, STEP_BYTES, multiply_rows
 from pallas_kernels.matmul.tile import COLUMNS
 from pallas_kernels.paged_attention import native_cpu as attention
-from pallas_kernels.paged_attention import native_cpu_block
-from pallas_kernels.paged_attention.native_cpu import QUERY_BLOCK, attend
+from pallas_kernels.paged_attention.native_cpu import QUERY_BLOCK, aligned, attend, scratch_words, work_kind
 
-import os
-PF = int(os.environ.get("PF","2"))
 ROW_ITEM = 4
 """Rows of an item of a phase that is not a product."""
 ITEMS_PER_THREAD = 4
@@ -60,9 +55,15 @@ _OUT, _NEW_POOL, _SCRATCH = range(3)
 # Phases of a layer.
 _FIRST_NORM, _QKV, _ROPE, _ATTEND, _OUTPUT, _MIDDLE_NORM, _GATED, _LAST, _NUM_PHASES = range(9)
 
-# Words of the plan. Scratch arrays hold live rows: residual stream, its norm, q, k, v, attention's result, MLP.
+# Words of the plan. Scratch arrays hold live rows: residual stream, its norm, q, k, v, what attention gives, MLP.
 _ITEMS, _ROWS, _TOKENS, _BLOCKS, _LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _DIM, _INNER = range(10)
-_GATHER, _PER_LAYER, _ROW_PARTS, _AHEAD, _ENDS = 10, 11, 12, 13, 14  # items, and where each phase ends among a layer's
+_GATHER, _PER_LAYER, _ROW_PARTS, _THREADS, _ENDS = (
+    10,
+    11,
+    12,
+    13,
+    14,
+)  # items, and where each phase ends among a layer's
 _AT = _ENDS + _NUM_PHASES
 _RESIDUAL, _NORMED, _QUERIES, _KEYS, _VALUES, _MIXED, _MLP = range(_AT, _AT + 7)
 _SOURCES = _AT + 7
@@ -144,7 +145,7 @@ def _plan_items(frame, threads, element_bytes):
     # Whole tiles of rows, so that no part has more work than its share.
     row_parts = min((live + MOST_ROWS - 1) // MOST_ROWS, (ITEMS_PER_THREAD * threads + groups - 1) // groups)
     plan[_ROW_PARTS] = max(row_parts, 1)
-    plan[_AHEAD] = PF
+    plan[_THREADS] = threads
     counts = (
         row_items,
         (queries + 2 * keys) // COLUMNS * plan[_ROW_PARTS],
@@ -209,7 +210,9 @@ def _project(kind, frame, plan, matrix, layer, group, part, x, in_size, out, add
     to = array_at(kind, out, (rows, columns))
     row, end = _part(plan, part)
     while row < end:
-        done = multiply_rows(kind, x, stride, w, steps, scratch.ctypes.data, row, end, w + plan[_AHEAD] * size)
+        done = multiply_rows(
+            kind, x, stride, w, steps, scratch.ctypes.data, 4 * COLUMNS, row, end, w + plan[_THREADS] * size
+        )
         for i in range(done):
             sums, target = scratch[i], to[row + i, group * COLUMNS : (group + 1) * COLUMNS]
             if bias.shape[0]:
@@ -239,8 +242,10 @@ def _gate_and_up(kind, frame, plan, activation, layer, group, part):
         done = 0
         for which in range(2):
             w = argument(frame, _MATRIX + _GATE + which)[0] + offset
-            to_fetch = w + plan[_AHEAD] * size
-            done = multiply_rows(kind, plan[_NORMED], stride, w, steps, scratch[which].ctypes.data, row, end, to_fetch)
+            to_fetch = w + plan[_THREADS] * size
+            done = multiply_rows(
+                kind, plan[_NORMED], stride, w, steps, scratch[which].ctypes.data, 4 * COLUMNS, row, end, to_fetch
+            )
             bias = _bias(kind, frame, _GATE + which, layer, inner)
             for i in range(done):
                 sums = scratch[which, i]
@@ -251,7 +256,10 @@ def _gate_and_up(kind, frame, plan, activation, layer, group, part):
                     sums[j] = rounded(kind, sums[j])
         for i in range(done):
             target = to[row + i, group * COLUMNS : (group + 1) * COLUMNS]
-            gated(activation, scratch[0, i], scratch[1, i], target)
+            gate, up = scratch[0, i], scratch[1, i]
+            activate(activation, gate)
+            for j in range(COLUMNS):
+                store(target, j, gate[j] * up[j])
         row += done
 
 
@@ -307,17 +315,26 @@ def _rope(kind, pool, frame, plan, sources, layer, item):
 
 
 @njit(**OPTIONS)
-def _attend(kind, pool, frame, plan, options, address, layer, item):
+def _attend(kind, work, pool, frame, plan, scale, address, layer, item):
     """A block of queries over one KV head."""
     rows, heads, dim = plan[_ROWS], plan[_HEADS], plan[_DIM]
     block, head = item // plan[_KV_HEADS], item % plan[_KV_HEADS]
-    table, begin, count, position = words(address + 8 * (_SOURCES + plan[_TOKENS] + _BLOCK_WORDS * block), 4)
-    pages = carray(pointer_i32(table), (argument(frame, _DECODE_PAGES)[1][1],))
+    blocks = address + 8 * (_SOURCES + plan[_TOKENS])
+    width = argument(frame, _DECODE_PAGES)[1][1]
+    window = np.int64(_int32s(frame, _WINDOWS)[layer])
+    following = min(item + plan[_THREADS], plan[_BLOCKS] * plan[_KV_HEADS] - 1)
+    table, _, count, position = words(blocks + 8 * _BLOCK_WORDS * (following // plan[_KV_HEADS]), _BLOCK_WORDS)
+    pages = carray(pointer_i32(table), (width,))
+    after = (pages, following % plan[_KV_HEADS], max(position - window + 1, 0), position + count)
+    table, begin, count, position = words(blocks + 8 * _BLOCK_WORDS * block, _BLOCK_WORDS)
+    queries = (carray(pointer_i32(table), (width,)), head, begin, count, position)
     q = array_at(kind, plan[_QUERIES], (rows, heads, dim))
     out = array_at(kind, plan[_MIXED], (rows, heads, dim))
-    window = np.int64(_int32s(frame, _WINDOWS)[layer])
-    none = np.empty(0, np.float32)
-    attend(q, pool, layer, pages, head, begin, count, position, options[1], window, np.float32(0), none, out)
+    no_sinks = carray(pointer_f32(table), (0,))
+    scratch = np.empty(scratch_words(work, count * (heads // plan[_KV_HEADS]), dim), np.int64)
+    options = (scale, window, np.float32(0))
+    attend(work, q, pool, layer, queries, options, no_sinks, out, aligned(scratch.ctypes.data), after)
+    scratch[0] = 0  # it lives until here
 
 
 @njit(**OPTIONS)
@@ -343,7 +360,7 @@ def _qkv(kind, frame, plan, layer, item):
 
 
 @njit(**OPTIONS)
-def _run_item(kind, pool, frame, address, item):
+def _run_item(kind, work, pool, frame, address, item):
     plan = words(address, _SOURCES)
     sources = words(address + 8 * _SOURCES, plan[_ROWS])
     if item < plan[_GATHER]:
@@ -364,7 +381,7 @@ def _run_item(kind, pool, frame, address, item):
     elif item < ends[_ROPE]:
         _rope(kind, pool, frame, plan, sources, layer, item - ends[_QKV])
     elif item < ends[_ATTEND]:
-        _attend(kind, pool, frame, plan, options, address, layer, item - ends[_ROPE])
+        _attend(kind, work, pool, frame, plan, options[1], address, layer, item - ends[_ROPE])
     elif item < ends[_OUTPUT]:
         item -= ends[_ATTEND]
         size = plan[_HEADS] * plan[_DIM]
@@ -382,7 +399,7 @@ def _run_item(kind, pool, frame, address, item):
 
 def _compiled_parts(version: int, dtype: str, pool_dtype: str) -> tuple[Any, Any, Any]:
     """What `register` takes; `version` is in the key under which their code is kept."""
-    kind, pool_kind = KINDS[dtype], KINDS[pool_dtype]
+    kind, pool_kind, work = KINDS[dtype], KINDS[pool_dtype], work_kind(dtype, pool_dtype)
     element_bytes = int(kind.itemsize)
 
     @njit(**KEPT)
@@ -395,7 +412,7 @@ def _compiled_parts(version: int, dtype: str, pool_dtype: str) -> tuple[Any, Any
         _ = version
         address, shape = argument(frame, _POOL)
         pool = array_at(pool_kind, address, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]))
-        _run_item(kind, pool, frame, plan, item)
+        _run_item(kind, work, pool, frame, plan, item)
 
     @njit(**KEPT)
     def items_before(plan, item):
@@ -409,8 +426,7 @@ def _compiled_parts(version: int, dtype: str, pool_dtype: str) -> tuple[Any, Any
 def call_name(dtype: str, pool_dtype: str) -> str:
     """The custom call for x and pool of these types; compiled when first asked for."""
     name = f"pallas_kernels.decoder_stack.{dtype}.{pool_dtype}"
-    modules = (parts, products, tile, attention, native_cpu_block)
-    version = source_version(__file__, *(str(module.__file__) for module in modules))
+    version = source_version(__file__, str(parts.__file__), str(attention.__file__), *attention.SOURCES)
     register(name, *_compiled_parts(version, dtype, pool_dtype))
     return name
 

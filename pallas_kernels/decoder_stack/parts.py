@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit
 
 from pallas_kernels.common.cpu_values import INLINE, OPTIONS, load, store
+from pallas_kernels.matmul.tile import COLUMNS
 from pallas_kernels.paged_attention.native_cpu_block import exp
 
 SILU, GELU_TANH, GELU, RELU = range(4)
@@ -65,23 +66,19 @@ def _erf(x):
 
 
 @njit(**OPTIONS)
-def gated(kind, gate, up, out):
-    """out = act(gate) * up, along rows of float32; `kind` is one of the constants above."""
-    count = out.shape[0]
+def activate(kind, x):
+    """Makes `x` `act(x)` in float32[COLUMNS]; `kind` is one of the constants above."""
     if kind == SILU:
-        for j in range(count):
-            store(out, j, gate[j] * _sigmoid(gate[j]) * up[j])
+        for j in range(COLUMNS):
+            x[j] *= _sigmoid(x[j])
     elif kind == GELU_TANH:
-        for j in range(count):
-            x = gate[j]
+        for j in range(COLUMNS):
             # (1 + tanh(u)) / 2 is sigmoid(2 u)
-            u = np.float32(1.5957691216) * (x + np.float32(0.044715) * x * x * x)
-            store(out, j, x * _sigmoid(u) * up[j])
+            u = np.float32(1.5957691216) * (x[j] + np.float32(0.044715) * x[j] * x[j] * x[j])
+            x[j] *= _sigmoid(u)
     elif kind == GELU:
-        for j in range(count):
-            x = gate[j]
-            half = np.float32(0.5) * (np.float32(1) + _erf(x * np.float32(0.70710678)))
-            store(out, j, x * half * up[j])
+        for j in range(COLUMNS):
+            x[j] *= np.float32(0.5) * (np.float32(1) + _erf(x[j] * np.float32(0.70710678)))
     else:
-        for j in range(count):
-            store(out, j, max(gate[j], np.float32(0)) * up[j])
+        for j in range(COLUMNS):
+            x[j] = max(x[j], np.float32(0))

@@ -39,7 +39,7 @@ def _plan_items(frame, threads):
 
 
 @njit(**OPTIONS)
-def multiply_rows(kind, x, stride, w, steps, out, row, end, following):
+def multiply_rows(kind, x, stride, w, steps, out, out_stride, row, end, following):
     """Rows from `row` on, some of those before `end`, times a group of columns; returns how many, at most `MOST_ROWS`.
 
     Args:
@@ -47,7 +47,7 @@ def multiply_rows(kind, x, stride, w, steps, out, row, end, following):
       x, stride: address of row 0, and bytes from row to row.
       w: address of the group.
       steps: of the inner dimension.
-      out: address of float32[MOST_ROWS, COLUMNS].
+      out, out_stride: address of float32[MOST_ROWS, COLUMNS] for the results, and bytes from row to row.
       following: address of the group that the thread is likely to multiply next. It is fetched during the first one or
         two calls for this group, so that memory is not idle while a group is multiplied by many rows.
     """
@@ -59,15 +59,15 @@ def multiply_rows(kind, x, stride, w, steps, out, row, end, following):
         elif row:
             fetch, fetch_stride = w, 0
     if end - row >= _HIGH:
-        _high_tile(kind, here, stride, w, steps, out, 4 * COLUMNS, fetch, fetch_stride)
+        _high_tile(kind, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
         return _HIGH
     if end - row >= _MIDDLE:
-        _middle_tile(kind, here, stride, w, steps, out, 4 * COLUMNS, fetch, fetch_stride)
+        _middle_tile(kind, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
         return _MIDDLE
     if end - row >= _LOW:
-        _low_tile(kind, here, stride, w, steps, out, 4 * COLUMNS, fetch, fetch_stride)
+        _low_tile(kind, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
         return _LOW
-    _one_tile(kind, here, stride, w, steps, out, 4 * COLUMNS, fetch, fetch_stride)
+    _one_tile(kind, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
     return _ONE
 
 
@@ -80,7 +80,9 @@ def _multiply(kind, x, rows, steps, matrix, out, first, end):
         w = matrix + group * size
         row = 0
         while row < rows:
-            done = multiply_rows(kind, x, STEP_BYTES * steps, w, steps, scratch.ctypes.data, row, rows, w + size)
+            done = multiply_rows(
+                kind, x, STEP_BYTES * steps, w, steps, scratch.ctypes.data, 4 * COLUMNS, row, rows, w + size
+            )
             for i in range(done):
                 target = out[row + i, group * COLUMNS : (group + 1) * COLUMNS]
                 for j in range(COLUMNS):

@@ -12,8 +12,6 @@ from numba.extending import intrinsic
 
 COLUMNS = 32
 
-import os
-LOC = int(os.environ.get("LOC", 2))
 LINE = 64
 _LANES = 16
 _FLOATS, _INTS = ir.VectorType(ir.FloatType(), _LANES), ir.VectorType(ir.IntType(32), _LANES)
@@ -100,7 +98,7 @@ def _prefetch(builder: Any, address: Any) -> None:
     number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    options = [ir.Constant(number, value) for value in (0, LOC, 1)]
+    options = [ir.Constant(number, value) for value in (0, 2, 1)]  # to read, into the second cache, data
     builder.call(function, [builder.inttoptr(address, pointer), *options])
 
 
