@@ -22,7 +22,9 @@ KEY_BLOCK = 128
 TURN_STRIDE = 4 * COLUMNS
 PIECE = 2048
 """Bytes that are fetched at once, at most."""
-AHEAD_WORDS = 3 + 64
+AHEAD_WORDS = 4 + 96
+FETCHES = 12
+"""Calls of `fetch`, at least, while a whole block is computed."""
 
 
 @njit(**INLINE)
@@ -176,10 +178,9 @@ def pack_values(kind, rows, end, row_bytes, packed, ahead):
     size = item_bytes(kind)
     for first in range(0, row_bytes, COLUMNS * size):
         target = packed + first * KEY_BLOCK
+        fetch(ahead)
         if size == 2:
             for j in range(0, end, 2):
-                if j % 64 == 0:
-                    fetch(ahead)
                 _pair(rows[j] + first, rows[j + 1] + first, target + j * COLUMNS * size)
         else:
             for j in range(end):
@@ -191,7 +192,7 @@ def pack_values(kind, rows, end, row_bytes, packed, ahead):
 def plan_fetch(pool, layer, pages, head, oldest, first, end, ahead):
     """Makes `ahead` the list of what the block that begins at token `first` holds of tokens [oldest, end).
 
-    `ahead` is int64[AHEAD_WORDS]: pieces fetched, pieces there are, their bytes, and their addresses.
+    `ahead` is int64[AHEAD_WORDS]: pieces fetched, pieces there are, their bytes, pieces at a time, their addresses.
     """
     page_size = pool.shape[4]
     stop = min(end, first + KEY_BLOCK)
@@ -202,17 +203,18 @@ def plan_fetch(pool, layer, pages, head, oldest, first, end, ahead):
         for page in range(start // page_size, (stop + page_size - 1) // page_size):
             address = pool[layer, pages[page], part, head].ctypes.data
             for byte in range(0, page_bytes, size):
-                if count < AHEAD_WORDS - 3:
-                    ahead[3 + count] = address + byte
+                if count < AHEAD_WORDS - 4:
+                    ahead[4 + count] = address + byte
                     count += 1
-    ahead[0], ahead[1], ahead[2] = 0, count, size
+    ahead[0], ahead[1], ahead[2], ahead[3] = 0, count, size, (count + FETCHES - 1) // FETCHES
 
 
 @njit(**OPTIONS)
 def fetch(ahead):
-    """Asks for the next piece of a list, which memory gives while something else is computed."""
-    if ahead[0] < ahead[1]:
-        address = ahead[3 + ahead[0]]
+    """Asks for the next pieces of a list, which memory gives while something else is computed."""
+    first = ahead[0]
+    end = min(first + ahead[3], ahead[1])
+    for piece in range(first, end):
         for line in range(0, ahead[2], LINE):
-            prefetch(address + line)
-        ahead[0] += 1
+            prefetch(ahead[4 + piece] + line)
+    ahead[0] = end
