@@ -66,7 +66,7 @@ class StepHandle:
 
     plan: StepPlan
     bucket: Bucket
-    forwarded: tuple[Forwarded, jax.Array] | None
+    forwarded: tuple[Forwarded, np.ndarray] | None
     outputs: StepOutputs | None = None
 
 
@@ -174,7 +174,8 @@ class ModelRunner:
             self._swapper = PageSwapper(self._kv, self.memory_plan.num_host_pages, self._programs)
             self._pool = self._swapper.warm_up(self._pool)
         for bucket in buckets:
-            handle = self._start(StepPlan(0), bucket, *self._send_empty(bucket))
+            tables = self._builder.empty(bucket)
+            handle = self._start(StepPlan(0), bucket, tables.ints, tables.floats)
             self.sample(handle)
             jax.block_until_ready(handle.outputs)
         request = Request("warm-up", (0,))
@@ -225,8 +226,8 @@ class ModelRunner:
             self._pool = self._swapper.run(self._pool, plan.iteration, plan.swaps)
         for slot, row in prepared.slot_rows:
             self._place(slot, row)
-        blobs = jax.device_put((tables.ints, tables.floats), self._replicated)
-        return self._start(plan, tables.bucket, *blobs)
+        # As they are: the call of a compiled program sends host arrays, in half the time that `device_put` takes.
+        return self._start(plan, tables.bucket, tables.ints, tables.floats)
 
     def sample(self, handle: StepHandle, masks: np.ndarray | None = None) -> None:
         """Starts to sample a step's tokens; does not wait for them.
@@ -257,15 +258,11 @@ class ModelRunner:
         )
         return StepOutput(result, handle.bucket, handle.outputs)
 
-    def _start(self, plan: StepPlan, bucket: Bucket, ints: jax.Array, floats: jax.Array) -> StepHandle:
+    def _start(self, plan: StepPlan, bucket: Bucket, ints: np.ndarray, floats: np.ndarray) -> StepHandle:
         step, _ = self._programs.get(bucket)
         self._pool, forwarded = step(self._params, self._pool, self._state.last_token, ints)
         self.newest = forwarded.logits
         return StepHandle(plan, bucket, (forwarded, floats))
-
-    def _send_empty(self, bucket: Bucket) -> Any:
-        tables = self._builder.empty(bucket)
-        return jax.device_put((tables.ints, tables.floats), self._replicated)
 
     def _place(self, slot: int, row: SlotRow) -> None:
         where, row = jax.device_put((np.asarray(slot, np.int32), row), self._replicated)

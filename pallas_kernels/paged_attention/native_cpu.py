@@ -5,8 +5,8 @@ one call: items (a row's queries, up to `QUERY_BLOCK` of them, and a KV head) ar
 streams its pages through a softmax that is renormalised as it goes (Milakov and Gimelshein 2018), block by block.
 
 A query's result has the same bits whatever is computed beside it, chunked or not: blocks of keys are aligned to the
-sequence, products are taken in groups of four keys, and what a query does not see of its own request's keys and values,
-which are finite, counts zero. Anything else in the pool is not read.
+sequence, a row's sums do not depend on the tile it is in, and what a query does not see of its own request's keys and
+values, which are finite, counts zero. Anything else in the pool is not read.
 """
 
 from __future__ import annotations
