@@ -206,14 +206,13 @@ def test_steps_are_as_many_as_pages_allow_without_preempting_anybody() -> None:
 
 
 def test_the_exact_reservation_has_single_steps_while_its_promises_exceed_the_pages() -> None:
-    harness = decoding(
-        make_request("a", 4, 12), make_request("b", 4, 36), num_pages=13, max_model_len=48, reservation="exact"
-    )
+    # 3, 9 and 2 pages in the end, of which there are 12: "a" is gone when "b" is longest.
+    harness = decoding(make_request("a", 4, 8), make_request("b", 4, 32), num_pages=13, reservation="exact")
     scheduler = harness.scheduler
-    while not all(sequence.decode_ready for sequence in scheduler.holders) or len(scheduler.holders) < 2:
-        harness.step()
-    exceed = scheduler._reservation.num_promised > scheduler.pages_free
-    assert exceed, "the promises fit: the test shows nothing"
+    harness.add(make_request("c", 4, 4))
+    harness.step()
+    assert scheduler.active_ids == ["a", "b", "c"]
+    assert scheduler._reservation.num_promised > scheduler.pages_free, "the promises fit: the test shows nothing"
     assert harness.step().num_steps == 1
     harness.run()
     assert harness.plans[-1].num_steps > 1
