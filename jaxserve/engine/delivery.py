@@ -58,6 +58,12 @@ class Delivery:
         """Delivers what an update brought; decode rows by column, as most have a token and nothing else."""
         self._metrics.sampled(events.num_tokens)
         ends = events.ends
+        if events.later:
+            for request_id, token_id, later, row in zip(
+                events.request_ids, events.token_ids, events.later, events.rows, strict=True
+            ):
+                self._take(request_id, token_id, "decode", row, ends.get(row), output, now, later)
+            return
         for request_id, token_id, row in zip(events.request_ids, events.token_ids, events.rows, strict=True):
             self._take(request_id, token_id, "decode", row, ends.get(row), output, now)
         self._take_each(events.prefill, output, now)
@@ -78,15 +84,16 @@ class Delivery:
         end: TokenEvent | None,
         output: StepOutput | None,
         now: float,
+        later: Sequence[int] = (),
     ) -> None:
         """A token, an end or both, of a request that is live unless a stop string ended it; see `RequestState.take`."""
         state = self.states.get(request_id)
         if state is None:
             return
         if token_id is not None:
-            self._metrics.token(state, now)
+            self._metrics.token(state, now, len(later))
         try:
-            stopped = state.take(token_id, source, row, end, output, now)
+            stopped = state.take(token_id, source, row, end, output, now, later)
         except Exception as error:
             # A fault in one request's text handling ends that request; its neighbours go on.
             self._end(state, end, state.fail(error, now), now)
