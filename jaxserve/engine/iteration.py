@@ -200,7 +200,7 @@ class Iterations:
             self.stats.count(plan, result, bucket, events.num_tokens, events.num_wasted)
             num_tokens = plan.num_tokens - len(plan.decode) + result.num_decode_tokens
             self._metrics.iteration(num_tokens, events.num_wasted, result.num_steps if plan.decode else 0)
-            self._monitor.iteration(plan, result, bucket.name, flight.planned_at, now)
+            self._monitor.iteration(plan, bucket.name, flight.planned_at, now, tuple(map(len, result.decode_runs)))
             self._on_change()
 
     def _collect(self, flight: _Flight) -> StepOutput:

@@ -27,7 +27,7 @@ from jaxserve.core import (
 )
 from jaxserve.engine.output_processor import RequestState
 from jaxserve.engine.stats import EngineStats
-from jaxserve.scheduler import Scheduler, StepPlan, StepResult
+from jaxserve.scheduler import Scheduler, StepPlan
 from jaxserve.scheduler.sequence import Sequence
 
 QUEUE_SHOWN = 20
@@ -62,8 +62,14 @@ class EngineMonitor:
         self._iterations = deque(self._iterations, maxlen=num_iterations)
         self._events = deque(self._events, maxlen=num_iterations)
 
-    def iteration(self, plan: StepPlan, result: StepResult, bucket: str, planned_at: float, now: float) -> None:
-        """A step came back at `now`. One planned while another ran is taken to begin when that came back."""
+    def iteration(
+        self, plan: StepPlan, bucket: str, planned_at: float, now: float, decode_tokens: tuple[int, ...] = ()
+    ) -> None:
+        """A step came back at `now`. One planned while another ran is taken to begin when that came back.
+
+        Args:
+          decode_tokens: of each decode row, where the plan had several steps.
+        """
         began_at, self._last_ended_at = max(planned_at, self._last_ended_at), now
         if not self._iterations.maxlen:
             return
@@ -85,7 +91,7 @@ class EngineMonitor:
                 scheduler.pages_free,
                 scheduler.pages_cached,
                 scheduler.pages_owned,
-                tuple(map(len, result.decode_runs)),
+                decode_tokens,
             )
         )
 
