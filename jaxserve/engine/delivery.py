@@ -6,6 +6,7 @@ Everything here is called under the engine's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from jaxserve.core import FinishReason, Request
 from jaxserve.engine.grammar_state import GrammarStates
@@ -57,15 +58,9 @@ class Delivery:
     def take_step(self, events: TokenEvents, output: StepOutput, now: float) -> None:
         """Delivers what an update brought; decode rows by column, as most have a token and nothing else."""
         self._metrics.sampled(events.num_tokens)
-        ends = events.ends
-        if events.later:
-            for request_id, token_id, later, row in zip(
-                events.request_ids, events.token_ids, events.later, events.rows, strict=True
-            ):
-                self._take(request_id, token_id, "decode", row, ends.get(row), output, now, later)
-            return
-        for request_id, token_id, row in zip(events.request_ids, events.token_ids, events.rows, strict=True):
-            self._take(request_id, token_id, "decode", row, ends.get(row), output, now)
+        ends, later = events.ends, events.later or repeat(())
+        for request_id, token_id, row, others in zip(events.request_ids, events.token_ids, events.rows, later, strict=False):
+            self._take(request_id, token_id, "decode", row, ends.get(row), output, now, others)
         self._take_each(events.prefill, output, now)
         # Stop strings found just now ended their requests: nothing is left to say about those.
         self._scheduler.take_events()

@@ -217,7 +217,7 @@ class Scheduler(RowLander):
             return 1
         if self._prefilling or len(self._waiting) or self._swaps:
             return 1
-        most = self._step_choice.most(len(batch))
+        most = self._step_choice.most(len(batch), self._prompts.target_s(()))
         if most > 1:
             most = min(most, max([each.num_kv_tokens - each.num_scheduled for each in batch.sequences]))
         return self._reservation.steps_within(batch.sequences, most) if most > 1 else 1

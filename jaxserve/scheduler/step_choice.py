@@ -28,9 +28,14 @@ class StepChoice:
         """Whether any plan has several steps under these settings."""
         return self._max_steps > 1
 
-    def most(self, num_rows: int) -> int:
-        """Decode steps at most, of so many rows; 1 while too little was measured to say how long they take."""
+    def most(self, num_rows: int, target_s: float | None) -> int:
+        """Decode steps at most, of so many rows; 1 while too little was measured to say how long they take.
+
+        Args:
+          target_s: that the iteration should take at most.
+        """
         step_s = self._step_time.decode_s(num_rows)
         if step_s is None:
             return 1
-        return 1 + int(min(self._share_s / step_s, self._max_steps - 1))
+        most = 1 + int(min(self._share_s / step_s, self._max_steps - 1))
+        return most if target_s is None else max(int(min(target_s / step_s, most)), 1)

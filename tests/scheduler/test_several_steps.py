@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import SchedulerConfig
+from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.core import Request, SamplingParams
 from jaxserve.scheduler import DecodeRow, DecodeRows, Scheduler, StepPlan, StepResult
 from jaxserve.scheduler.step_time import StepTimeModel
@@ -113,6 +113,15 @@ def test_an_arrival_loses_no_more_than_the_flag_says(lag: int, delay_s: float, n
     plan = harness.plan()
     assert plan.num_steps == num_steps
     assert (plan.num_steps - 1) * 1.0 * (1 + lag) <= delay_s
+
+
+@pytest.mark.parametrize(("target_s", "num_steps"), [(None, 8), (3.5, 3), (0.5, 1)])
+def test_steps_keep_within_the_target_of_an_iteration(target_s: float | None, num_steps: int) -> None:
+    harness = decoding(make_request("a", 4, 50), itl_target_s=target_s)
+    assert harness.step().num_steps == num_steps
+    classes = (ServiceClass("quick", itl_target_s=target_s),)
+    harness = decoding(make_request("a", 4, 50), make_request("b", 4, 9, service_class="quick"), service_classes=classes)
+    assert harness.step().num_steps == num_steps
 
 
 def test_a_step_is_measured_by_what_several_took_together() -> None:

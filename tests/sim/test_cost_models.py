@@ -141,18 +141,18 @@ def test_bad_coefficients_name_field_and_rule(tmp_path, change, message):
     assert message in str(raised.value)
 
 
-def write_trace(path, num_requests=150, spoil=None, **settings):
-    """A trace of an engine that takes COST; `spoil(records)` changes it."""
+def write_trace(path, num_requests=150, spoil=None, cost=None, rate=25.0, **settings):
+    """A trace of an engine that takes `cost` (COST); `spoil(records)` changes it."""
     document = {
         "num_requests": num_requests,
-        "arrivals": {"kind": "poisson", "rate": 25.0},
+        "arrivals": {"kind": "poisson", "rate": rate},
         "prompt": {"kind": "uniform", "low": 10, "high": 900},
         "output": {"kind": "uniform", "low": 2, "high": 60},
     }
     config = SchedulerConfig(**({"max_num_batched_tokens": 256, "prefill_chunk": 200, "num_pages": 1024} | settings))
     records = []
     writer = TraceWriter(path, config=config)
-    Simulator(config, COST, parse_workload(document, "fit").source(), trace=records.append).run()
+    Simulator(config, cost or COST, parse_workload(document, "fit").source(), trace=records.append).run()
     for record in spoil(records) if spoil else records:
         writer(record)
     writer.close()
@@ -187,6 +187,17 @@ def test_the_fit_recovers_the_coefficients_behind_a_trace(tmp_path, ahead):
     assert quality["median_relative"] < 1e-6
     assert quality["predicted_over_measured_total"] == pytest.approx(1.0) == quality["scale"]
     assert (quality["slow_iterations"], quality["slow_share_of_time"]) == (0, 0.0)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_fit_recovers_what_a_dispatch_takes_from_a_trace_of_several_steps(tmp_path, ahead):
+    cost = replace(COST, swapped_page_s=0.0, dispatch_s=0.5 * COST.constant_s)
+    several = {"max_steps_ahead": ahead, "max_decode_steps": 8, "max_arrival_delay_s": 1e6}
+    path = write_trace(tmp_path / "trace.jsonl", cost=cost, rate=5.0, **several)
+    samples, durations = fit.trace_samples(path)
+    assert (samples[:, 0] > 1).sum() > 50
+    found = fit.fit(samples, durations).cost
+    assert asdict(found) == pytest.approx(asdict(cost), rel=1e-3)
 
 
 def test_the_fit_counts_what_was_swapped_and_what_was_computed_again(tmp_path):
