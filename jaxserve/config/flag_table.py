@@ -240,7 +240,7 @@ FLAGS: tuple[Flag, ...] = (
         (
             "max_decode_steps",
             _INT,
-            "most decode steps of an iteration: several where nobody waits and no row needs the host in between; 1: off",
+            "most decode steps of an iteration: several where nobody waits and no row needs the host between; 1: off",
         ),
         (
             "max_arrival_delay_s",

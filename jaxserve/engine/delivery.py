@@ -59,7 +59,9 @@ class Delivery:
         """Delivers what an update brought; decode rows by column, as most have a token and nothing else."""
         self._metrics.sampled(events.num_tokens)
         ends, later = events.ends, events.later or repeat(())
-        for request_id, token_id, row, others in zip(events.request_ids, events.token_ids, events.rows, later, strict=False):
+        for request_id, token_id, row, others in zip(
+            events.request_ids, events.token_ids, events.rows, later, strict=False
+        ):
             self._take(request_id, token_id, "decode", row, ends.get(row), output, now, others)
         self._take_each(events.prefill, output, now)
         # Stop strings found just now ended their requests: nothing is left to say about those.

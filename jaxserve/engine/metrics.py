@@ -61,9 +61,7 @@ class EngineMetrics:
         self._queue = histogram("request_queue_time_seconds", "Arrival to first scheduling.", _LATENCY)
         self._wasted = counter("wasted_rows", "Rows of steps whose requests had ended when the step came back.")
         self._iteration = histogram("iteration_tokens_total", "Tokens computed in an iteration.", _TOKENS)
-        self._decode_steps = histogram(
-            "iteration_decode_steps", "Decode steps of an iteration that had any.", _STEPS
-        )
+        self._decode_steps = histogram("iteration_decode_steps", "Decode steps of an iteration that had any.", _STEPS)
         self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of finished requests.", _TOKENS)
         self._output_length = histogram("request_generation_tokens", "Output tokens of finished requests.", _TOKENS)
         self._success = Counter(

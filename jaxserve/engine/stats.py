@@ -39,9 +39,7 @@ class EngineStats:
     hidden_s: float = 0.0
     device_s: float = 0.0
 
-    def count(
-        self, plan: StepPlan, result: StepResult, bucket: Bucket, num_sampled: int, num_wasted: int
-    ) -> None:
+    def count(self, plan: StepPlan, result: StepResult, bucket: Bucket, num_sampled: int, num_wasted: int) -> None:
         """Adds an iteration.
 
         Args:

@@ -73,9 +73,7 @@ class DecodeRows(Items[DecodeRow]):
     def __getitem__(self, index: slice) -> DecodeRows: ...
     def __getitem__(self, index: int | slice) -> DecodeRow | DecodeRows:
         if isinstance(index, slice):
-            return DecodeRows(
-                self.request_ids[index], self.slots[index], self.positions[index], self.num_steps[index]
-            )
+            return DecodeRows(self.request_ids[index], self.slots[index], self.positions[index], self.num_steps[index])
         steps = self.num_steps[index] if self.num_steps else 1
         return DecodeRow(self.request_ids[index], self.slots[index], self.positions[index], steps)
 

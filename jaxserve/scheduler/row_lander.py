@@ -88,10 +88,10 @@ class RowLander(Lifecycle, RowPlanner):
 
     def _remember_run(self, sequence: Sequence, num_written: int) -> None:
         """The first `num_written` tokens of a live sequence are in its pages, before it may end and give them back."""
-        is_there = not sequence.restarted and not sequence.host_pages
-        if self.config.enable_prefix_caching and is_there:
-            if num_written // self.config.page_size > sequence.num_named_pages:
-                self._remember_pages(sequence, num_written)
+        if not self.config.enable_prefix_caching or sequence.restarted or sequence.host_pages:
+            return
+        if num_written // self.config.page_size > sequence.num_named_pages:
+            self._remember_pages(sequence, num_written)
 
     def _land_prefill(self, flight: Flight, tokens: Items[int], now: float, events: TokenEvents) -> None:
         """Chunks came back, each with a token that counts if the chunk emits. Adds their events."""

@@ -55,8 +55,8 @@ FLAG_MASKED = 32
 MAX_STOP_IDS = 8
 """Stop ids of a request that the device can look for itself."""
 LIMIT_COLUMNS = 2 + MAX_STOP_IDS
-"""Of the int32[B, LIMIT_COLUMNS] that a plan of several steps has beside its blobs: steps of the row (0: padding), first
-write index at which a stop id ends it, stop ids (-1: none)."""
+"""Of the int32[B, LIMIT_COLUMNS] that a plan of several steps has beside its blobs: steps of the row (0: padding),
+first write index at which a stop id ends it, stop ids (-1: none)."""
 
 SAMPLING_INTS = ("top_k", "seed_high", "seed_low")
 """int32 fields that stay the same while a request holds its slot; they lie side by side."""

@@ -184,7 +184,10 @@ def test_tokens_of_one_dispatch_come_as_one_delta_and_gaps_say_so(make_llm, watc
         engine.step()
     sizes = [len(delta.token_ids) for delta in deltas]
     assert sum(sizes) == 30 and sizes == [1] + [plan.num_steps for plan in plans[1:]] and max(sizes) == 7
-    assert "".join(delta.text for delta in deltas) == llm.generate([[1, 2, 3]], greedy(30), use_tqdm=False)[0].outputs[0].text
+    assert (
+        "".join(delta.text for delta in deltas)
+        == llm.generate([[1, 2, 3]], greedy(30), use_tqdm=False)[0].outputs[0].text
+    )
     assert _observed(engine, "inter_token_latency_seconds_count") - tokens >= 29
     together = sum(sizes) - len(sizes)
     assert _observed(engine, "inter_token_latency_seconds_bucket", le="0.001") - zeros >= together

@@ -14,7 +14,6 @@ from jaxserve.runtime.memory_plan import format_bytes, make_plan
 from jaxserve.runtime.programs import _check_in_place
 from jaxserve.tables import Bucket
 
-
 COPIED = re.compile(r"= \(?\w+\[([\d,]+)\][^ ]* (?:copy|copy-start|transpose)\(")
 """Dimensions of an array that compiled HLO makes by copying another."""
 
@@ -132,7 +131,7 @@ def test_bytes_are_shown_with_a_unit():
 def test_warm_up_counts_every_program_once(runner):
     told = []
     runner.warm_up(lambda done, total, what: told.append((done, total)))
-    # Two steps, of decode alone and beside eight prompt tokens; their samplers, of which one is measured; placement; the
-    # decode loop of the first.
+    # Two steps, of decode alone and beside eight prompt tokens; their samplers, of which one is measured; placement;
+    # the decode loop of the first.
     assert {total for _, total in told} == {6}
     assert [done for done, _ in told] == list(range(told[0][0], 7))

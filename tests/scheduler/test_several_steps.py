@@ -13,6 +13,7 @@ from jaxserve.scheduler import DecodeRow, DecodeRows, Scheduler, StepPlan, StepR
 from jaxserve.scheduler.step_time import StepTimeModel
 from tests.scheduler.harness import STOP_ID, Harness, make_config, make_request, stopping_request
 
+
 def several(**changes: Any) -> SchedulerConfig:
     """Up to 8 steps, without a bound by time."""
     return make_config(**({"max_decode_steps": 8, "max_arrival_delay_s": 1e9} | changes))
@@ -120,7 +121,9 @@ def test_steps_keep_within_the_target_of_an_iteration(target_s: float | None, nu
     harness = decoding(make_request("a", 4, 50), itl_target_s=target_s)
     assert harness.step().num_steps == num_steps
     classes = (ServiceClass("quick", itl_target_s=target_s),)
-    harness = decoding(make_request("a", 4, 50), make_request("b", 4, 9, service_class="quick"), service_classes=classes)
+    harness = decoding(
+        make_request("a", 4, 50), make_request("b", 4, 9, service_class="quick"), service_classes=classes
+    )
     assert harness.step().num_steps == num_steps
 
 
@@ -231,7 +234,10 @@ def test_tenants_are_charged_for_every_step() -> None:
     charged = []
     for steps in (1, 8):
         harness = decoding(
-            make_request("a", 4, 20, tenant="x"), make_request("b", 4, 9, tenant="y"), policy="fair", max_decode_steps=steps
+            make_request("a", 4, 20, tenant="x"),
+            make_request("b", 4, 9, tenant="y"),
+            policy="fair",
+            max_decode_steps=steps,
         )
         while "b" in harness.scheduler.live_ids or len(harness.outputs["a"]) < 17:
             harness.step()
