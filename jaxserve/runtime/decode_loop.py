@@ -54,7 +54,7 @@ def make_decode_loop(kv: PoolLayout, layout: TableLayout, max_steps: int, logits
       donated. `limits` is int32[B, LIMIT_COLUMNS], tokens int32[max_steps, B]: a row's tokens in order, then -1.
     """
     config, bucket = kv.config, layout.bucket
-    rows, no_masks = bucket.decode_rows, (bucket.decode_rows, -(-config.vocab_size // 32))
+    rows = bucket.decode_rows
     assert not bucket.prefill_tokens, f"bucket {bucket.name} has prompt tokens; a decode loop has none"
 
     def loop(
@@ -63,6 +63,7 @@ def make_decode_loop(kv: PoolLayout, layout: TableLayout, max_steps: int, logits
         fields = layout.unpack(ints, floats)
         first, num_steps, held_below, stop_ids = fields["decode_position"], limits[:, 0], limits[:, 1], limits[:, 2:]
         scratch = state.last_token.shape[0] - 1
+        no_masks = jnp.zeros((rows, -(-config.vocab_size // 32)), jnp.uint32)  # no row is flagged to read any
 
         def ends(token_ids: jax.Array, positions: jax.Array) -> jax.Array:
             """bool[B]: a token at such a write index ends its row's request."""
@@ -81,7 +82,7 @@ def make_decode_loop(kv: PoolLayout, layout: TableLayout, max_steps: int, logits
             }
             hidden, pool = run_layers(kv, bucket, params, now.pool, now.state.last_token, current)
             logits = jax.lax.with_sharding_constraint(unembed(config, params, hidden), logits_sharding)
-            sampled = sample(logits, now.state, current, jnp.zeros(no_masks, jnp.uint32))
+            sampled = sample(logits, now.state, current, no_masks)
             state = remember(now.state, sampled, current)
             tokens = now.tokens.at[now.step].set(jnp.where(now.live, sampled, -1))
             live = now.live & (now.step + 1 < num_steps) & ~ends(sampled, position + 1)
