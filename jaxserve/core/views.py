@@ -126,13 +126,13 @@ class EngineTotals:
     """
 
     iterations: int = 0
-    steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def test_any_run_of_several_steps_replays_to_the_byte(
         harness = random_run(seed, lag, 120, max_decode_steps=1 + seed % 7, max_arrival_delay_s=(4.0, 1e6)[seed % 2])
         assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
         num_several += sum(plan.num_steps > 1 for plan in harness.plans)
-    assert num_several > (10 if lag == 0 else 50)  # without a lag time stands still, but for jumps: little is measured
+    assert num_several > (10 if lag == 0 else 20)  # without a lag time stands still, but for jumps: little is measured
 
 
 def test_a_trace_of_the_schema_before_is_one_without_several_steps(tmp_path: Path) -> None:
