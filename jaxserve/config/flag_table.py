@@ -11,6 +11,7 @@ from absl.flags import ArgumentParser, BooleanParser
 from jaxserve.config.bench_flags import BENCH_FLAGS, LOG_LEVELS
 from jaxserve.config.engine_config import (
     ATTENTION_IMPLEMENTATIONS,
+    DECODER_IMPLEMENTATIONS,
     DTYPES,
     KV_CACHE_DTYPES,
     MATMUL_IMPLEMENTATIONS,
@@ -199,6 +200,11 @@ FLAGS: tuple[Flag, ...] = (
             "matmul_implementation",
             ChoiceParser(MATMUL_IMPLEMENTATIONS),
             "of products with weights; native_cpu packs them for the processor, auto does so on one CPU device",
+        ),
+        (
+            "decoder_implementation",
+            ChoiceParser(DECODER_IMPLEMENTATIONS),
+            "of the decoder layers; native_cpu runs all of them in one call, auto does so where it can, xla never",
         ),
         ("scan_layers", _BOOL, "one compiled layer body for all layers; default: by device"),
     ),

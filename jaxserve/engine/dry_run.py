@@ -77,13 +77,13 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 def _abstract_params(model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
     """The parameters' shapes, dtypes and shardings."""
-    form = weights_form(config, mesh)
+    form = weights_form(config, mesh, model_config)
 
     def shapes() -> Any:
         params = make_params(model_config, lambda weight: jnp.zeros(weight.shape, config.dtype))
         return arrange_weights(params, form, model_config, mesh)
 
-    if form == "packed":
+    if form.startswith("packed"):
         replicated = NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), jax.eval_shape(shapes)

@@ -1,6 +1,6 @@
 """The decode loop: several decode steps in one program, without the host between them.
 
-Each step is what the two programs of a single one are, `run_layers` and `unembed`, then `sample` and `remember`; its
+Each step is what the two programs of a single one are, `hidden_states` and `unembed`, then `sample` and `remember`; its
 tokens are the next one's inputs. A row goes on until its own number of steps or an id that ends it, and is padding from
 then on: position -1, the scratch slot, no flags. The loop ends with its last row, so one compiled program serves every
 number of steps. Sampling keys come from the write index, as always, so tokens are those of single steps.
@@ -19,7 +19,7 @@ from jaxserve.models import unembed
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import sample
 from jaxserve.runtime.slot_state import SlotState
-from jaxserve.runtime.steps import remember, run_layers
+from jaxserve.runtime.steps import hidden_states, remember
 from jaxserve.tables.layout import FLAG_HOLD_STOPS, TableLayout
 
 
@@ -80,7 +80,7 @@ def make_decode_loop(kv: PoolLayout, layout: TableLayout, max_steps: int, logits
                 "sample_position": position + 1,
                 "flags": jnp.where(now.live, (fields["flags"] & ~FLAG_HOLD_STOPS) | held, 0),
             }
-            hidden, pool = run_layers(kv, bucket, params, now.pool, now.state.last_token, current)
+            hidden, pool = hidden_states(kv, bucket, params, now.pool, now.state.last_token, current)
             logits = jax.lax.with_sharding_constraint(unembed(config, params, hidden), logits_sharding)
             sampled = sample(logits, now.state, current, no_masks)
             state = remember(now.state, sampled, current)

@@ -66,7 +66,7 @@ class StepHandle:
 
     plan: StepPlan
     bucket: Bucket
-    forwarded: tuple[Forwarded, jax.Array] | None
+    forwarded: tuple[Forwarded, np.ndarray] | None
     outputs: StepOutputs | None = None
 
 
@@ -180,12 +180,14 @@ class ModelRunner:
             self._swapper = PageSwapper(self._kv, self.memory_plan.num_host_pages, self._programs)
             self._pool = self._swapper.warm_up(self._pool)
         for bucket in buckets:
-            handle = self._start(StepPlan(0), bucket, *self._send_empty(bucket))
+            tables = self._builder.empty(bucket)
+            handle = self._start(StepPlan(0), bucket, tables.ints, tables.floats)
             self.sample(handle)
             jax.block_until_ready(handle.outputs)
             if config.max_decode_steps > 1 and not bucket.prefill_tokens:
-                limits = jax.device_put(self._builder.empty_limits(bucket), self._replicated)
-                handle = self._start_loop(StepPlan(0), bucket, *self._send_empty(bucket), limits)
+                tables = self._builder.empty(bucket)
+                limits = self._builder.empty_limits(bucket)
+                handle = self._start_loop(StepPlan(0), bucket, tables.ints, tables.floats, limits)
                 jax.block_until_ready(handle.outputs)
         request = Request("warm-up", (0,))
         self._place(self.scheduler_config.max_num_seqs, slot_row(request, [], -1, self._model_config.vocab_size))
@@ -236,11 +238,10 @@ class ModelRunner:
             self._pool = self._swapper.run(self._pool, plan.iteration, plan.swaps)
         for slot, row in prepared.slot_rows:
             self._place(slot, row)
+        # As they are: the call of a compiled program sends host arrays, in half the time that `device_put` takes.
         if tables.limits is not None:
-            blobs = jax.device_put((tables.ints, tables.floats, tables.limits), self._replicated)
-            return self._start_loop(plan, tables.bucket, *blobs)
-        blobs = jax.device_put((tables.ints, tables.floats), self._replicated)
-        return self._start(plan, tables.bucket, *blobs)
+            return self._start_loop(plan, tables.bucket, tables.ints, tables.floats, tables.limits)
+        return self._start(plan, tables.bucket, tables.ints, tables.floats)
 
     def sample(self, handle: StepHandle, masks: np.ndarray | None = None) -> None:
         """Starts to sample a step's tokens; does not wait for them.
@@ -273,24 +274,20 @@ class ModelRunner:
         )
         return StepOutput(result, handle.bucket, handle.outputs)
 
-    def _start(self, plan: StepPlan, bucket: Bucket, ints: jax.Array, floats: jax.Array) -> StepHandle:
+    def _start(self, plan: StepPlan, bucket: Bucket, ints: np.ndarray, floats: np.ndarray) -> StepHandle:
         step, _ = self._programs.get(bucket)
         self._pool, forwarded = step(self._params, self._pool, self._state.last_token, ints)
         self.newest = forwarded.logits
         return StepHandle(plan, bucket, (forwarded, floats))
 
     def _start_loop(
-        self, plan: StepPlan, bucket: Bucket, ints: jax.Array, floats: jax.Array, limits: jax.Array
+        self, plan: StepPlan, bucket: Bucket, ints: np.ndarray, floats: np.ndarray, limits: np.ndarray
     ) -> StepHandle:
         loop = self._programs.loop(bucket)
         self._pool, self._state, tokens = loop(self._params, self._pool, self._state, ints, floats, limits)
         tokens.copy_to_host_async()
         self.newest = tokens
         return StepHandle(plan, bucket, None, StepOutputs(tokens, None, None))
-
-    def _send_empty(self, bucket: Bucket) -> Any:
-        tables = self._builder.empty(bucket)
-        return jax.device_put((tables.ints, tables.floats), self._replicated)
 
     def _place(self, slot: int, row: SlotRow) -> None:
         where, row = jax.device_put((np.asarray(slot, np.int32), row), self._replicated)

@@ -21,12 +21,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.models import Attend, ModelConfig, forward, unembed
+from jaxserve.models import Attend, ModelConfig, RunLayers, forward, unembed
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import SlotState
+from jaxserve.runtime.weights_form import STACK_ACTIVATIONS
 from jaxserve.tables import Bucket
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, TableLayout, sample_fields
+from pallas_kernels.decoder_stack import StackTables, decoder_stack, is_stack
 from pallas_kernels.kv_write import choose_write, write_kv
 from pallas_kernels.paged_attention import paged_attention
 
@@ -76,7 +78,7 @@ def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
 
     def step(params: Any, pool: KVPool, last_token: jax.Array, ints: jax.Array) -> tuple[KVPool, Forwarded]:
         fields = layout.unpack_ints(ints)
-        hidden, pool = run_layers(kv, layout.bucket, params, pool, last_token, fields)
+        hidden, pool = hidden_states(kv, layout.bucket, params, pool, last_token, fields)
         logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
         prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
         return pool, Forwarded(logits, layout.sample_ints(ints), prompt_scores)
@@ -84,7 +86,7 @@ def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
     return step
 
 
-def run_layers(
+def hidden_states(
     kv: PoolLayout, bucket: Bucket, params: Any, pool: KVPool, last_token: jax.Array, fields: dict[str, Any]
 ) -> tuple[jax.Array, KVPool]:
     """Runs the tokens of a step through all layers; their K and V are written.
@@ -99,7 +101,9 @@ def run_layers(
     positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])
     page_ids, offsets = _write_places(fields, positions, bucket.decode_rows, kv.page_size)
     attend = _make_attend(kv, bucket, fields, page_ids, offsets)
-    return forward(kv.config, params, token_ids, positions, attend, pool)
+    in_one_call = is_stack(params["layers"])
+    run_layers = _make_run_layers(kv.config, fields, page_ids, offsets) if in_one_call else None
+    return forward(kv.config, params, token_ids, positions, attend, pool, run_layers)
 
 
 def sample_step(
@@ -165,6 +169,31 @@ def _make_attend(
         )(jnp.asarray(layer, jnp.int32), q, k, v, cache, tables)
 
     return attend
+
+
+def _make_run_layers(config: ModelConfig, fields: dict[str, Any], page_ids: jax.Array, offsets: jax.Array) -> RunLayers:
+    """All layers in one call, on one CPU device."""
+    own = {name: fields[name] for name in StackTables._fields if name in fields}
+    if not fields["prefill_context"].shape[0]:
+        own["prefill_starts"] = jnp.zeros(1, jnp.int32)
+    tables = StackTables(page_ids=page_ids, offsets=offsets, **own)
+
+    def run_layers(
+        layers: Any, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: KVPool
+    ) -> tuple[jax.Array, KVPool]:
+        x, pages = decoder_stack(
+            x,
+            layers,
+            cache.pages,
+            rope,
+            tables,
+            sliding_windows=config.sliding_windows,
+            rms_norm_eps=config.rms_norm_eps,
+            activation=STACK_ACTIVATIONS[config.hidden_act],
+        )
+        return x, KVPool(pages, None)
+
+    return run_layers
 
 
 def _write(

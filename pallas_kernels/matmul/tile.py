@@ -7,10 +7,12 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 COLUMNS = 32
 
+LINE = 64
 _LANES = 16
 _FLOATS, _INTS = ir.VectorType(ir.FloatType(), _LANES), ir.VectorType(ir.IntType(32), _LANES)
 _WORD = ir.IntType(64)
@@ -24,11 +26,14 @@ llvm.initialize_native_asmparser()
 
 
 def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
-    """The jitted `tile(kind, x, x_stride, w, steps, out, out_stride)`; all but `kind` are addresses or bytes.
+    """The jitted `tile(kind, x, x_stride, w, steps, out, out_stride, fetch, fetch_stride)`; see below.
+
+    All but `kind` and `steps` are addresses or bytes.
 
     A step is one float32 or two bfloat16 of each row, and 32 floats or pairs of `w`, which lie one after the other.
     `out` is float32. `kind` is any number of x's type: float32, or uint16 for bfloat16, whose products are exact and
-    summed as float32.
+    summed as float32. At every step memory is asked for two cache lines at `fetch`, which then moves on by
+    `fetch_stride`: what will be multiplied next.
 
     Args:
       rows: of the tile.
@@ -37,9 +42,20 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
     vectors = range(COLUMNS // _LANES)
 
     @intrinsic
-    def tile(typing: Any, kind: Any, x: Any, x_stride: Any, w: Any, steps: Any, out: Any, out_stride: Any) -> Any:
+    def tile(
+        typing: Any,
+        kind: Any,
+        x: Any,
+        x_stride: Any,
+        w: Any,
+        steps: Any,
+        out: Any,
+        out_stride: Any,
+        fetch: Any,
+        fetch_stride: Any,
+    ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _, x, x_stride, w, steps, out, out_stride = args
+            _, x, x_stride, w, steps, out, out_stride, fetch, fetch_stride = args
             step = _float_step if kind == types.float32 else _dot_step if has_dot else _widening_step
             starts = [builder.add(x, builder.mul(x_stride, _word(row))) for row in range(rows)]
             before = builder.block
@@ -50,6 +66,9 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
             index.add_incoming(_word(0), before)
             sums = [[builder.phi(_FLOATS) for _ in vectors] for _ in range(rows)]
             place = builder.add(w, builder.mul(index, _word(4 * COLUMNS)))
+            ahead = builder.add(fetch, builder.mul(index, fetch_stride))
+            for line in range(0, 4 * COLUMNS, LINE):
+                _prefetch(builder, builder.add(ahead, _word(line)))
             weights = [_load(builder, builder.add(place, _word(4 * _LANES * v)), _INTS) for v in vectors]
             ends = []
             for row in range(rows):
@@ -69,9 +88,18 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
                     builder.store(ends[row][v], builder.inttoptr(place, _FLOATS.as_pointer()), align=4)
             return context.get_dummy_value()
 
-        return types.void(kind, *(types.int64,) * 6), generate
+        return types.void(kind, *(types.int64,) * 8), generate
 
     return tile
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Asks for a cache line, which may lie outside of any array: nothing comes of it then."""
+    number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    options = [ir.Constant(number, value) for value in (0, 2, 1)]  # to read, into the second cache, data
+    builder.call(function, [builder.inttoptr(address, pointer), *options])
 
 
 def _word(value: int) -> Any:
