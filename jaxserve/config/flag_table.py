@@ -243,6 +243,16 @@ FLAGS: tuple[Flag, ...] = (
         ("long_prefill_token_threshold", _INT, "a prompt with more tokens left than this is long; 0: none is"),
         ("max_long_prefills", _INT, "most long prompts with a chunk in one iteration"),
         ("itl_target_s", _FLOAT, "prompts get what this step time leaves after decode; default: the whole budget"),
+        (
+            "max_decode_steps",
+            _INT,
+            "most decode steps of an iteration: several where nobody waits and no row needs the host between; 1: off",
+        ),
+        (
+            "max_arrival_delay_s",
+            _FLOAT,
+            "seconds that a request which arrives while such an iteration runs may lose to its further steps",
+        ),
         ("batching", ChoiceParser(BATCHINGS), "continuous; static and request_dynamic are there for comparison"),
         ("batch_timeout_s", _FLOAT, "batching request_dynamic: longest wait for a batch to fill"),
     ),

@@ -62,7 +62,13 @@ def start_plan(config: EngineConfig) -> StartPlan:
     params = _abstract_params(model_config, config, mesh)
     runner = ModelRunner(model_config, params, config, max_model_len, mesh)
     buckets = runner.buckets
-    return StartPlan(runner.memory_plan, buckets.decode, buckets.prefill, buckets.widths, num_programs(buckets.all()))
+    return StartPlan(
+        runner.memory_plan,
+        buckets.decode,
+        buckets.prefill,
+        buckets.widths,
+        num_programs(buckets.all(), config.max_decode_steps),
+    )
 
 
 def _listed(sizes: tuple[int, ...]) -> str:

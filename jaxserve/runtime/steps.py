@@ -54,14 +54,14 @@ class StepOutputs(NamedTuple):
     """What leaves the device.
 
     Attributes:
-      tokens: int32[N], sampled ids of decode rows, then prefill rows.
-      scores: of the sampled tokens, N rows.
+      tokens: int32[N], sampled ids of decode rows, then prefill rows; of a decode loop int32[max steps, B].
+      scores: of the sampled tokens, N rows; None of a decode loop, like the next.
       prompt_scores: of the tokens that follow each prompt position, T rows.
     """
 
     tokens: jax.Array
-    scores: TokenScores
-    prompt_scores: TokenScores
+    scores: TokenScores | None
+    prompt_scores: TokenScores | None
 
 
 def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
@@ -74,24 +74,36 @@ def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
     Returns:
       `step(params, pool, last_token, ints) -> (pool, Forwarded)`, to be jitted with `pool` donated.
     """
-    config, bucket = kv.config, layout.bucket
-    rows = bucket.decode_rows
+    config, rows = kv.config, layout.bucket.decode_rows
 
     def step(params: Any, pool: KVPool, last_token: jax.Array, ints: jax.Array) -> tuple[KVPool, Forwarded]:
         fields = layout.unpack_ints(ints)
-        token_ids = jnp.concatenate([last_token[fields["decode_slot"]], fields["prefill_tokens"]])
-        positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])
-        page_ids, offsets = _write_places(fields, positions, rows, kv.page_size)
-
-        attend = _make_attend(kv, bucket, fields, page_ids, offsets)
-        in_one_call = is_stack(params["layers"])
-        run_layers = _make_run_layers(config, fields, page_ids, offsets) if in_one_call else None
-        hidden, pool = forward(config, params, token_ids, positions, attend, pool, run_layers)
+        hidden, pool = hidden_states(kv, layout.bucket, params, pool, last_token, fields)
         logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
         prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
         return pool, Forwarded(logits, layout.sample_ints(ints), prompt_scores)
 
     return step
+
+
+def hidden_states(
+    kv: PoolLayout, bucket: Bucket, params: Any, pool: KVPool, last_token: jax.Array, fields: dict[str, Any]
+) -> tuple[jax.Array, KVPool]:
+    """Runs the tokens of a step through all layers; their K and V are written.
+
+    Args:
+      fields: of the int32 blob.
+
+    Returns:
+      ([B + T, d], pool): hidden states of decode rows, then prefill tokens.
+    """
+    token_ids = jnp.concatenate([last_token[fields["decode_slot"]], fields["prefill_tokens"]])
+    positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])
+    page_ids, offsets = _write_places(fields, positions, bucket.decode_rows, kv.page_size)
+    attend = _make_attend(kv, bucket, fields, page_ids, offsets)
+    in_one_call = is_stack(params["layers"])
+    run_layers = _make_run_layers(kv.config, fields, page_ids, offsets) if in_one_call else None
+    return forward(kv.config, params, token_ids, positions, attend, pool, run_layers)
 
 
 def sample_step(
@@ -110,7 +122,7 @@ def sample_step(
     fields = sample_fields(sample_ints, floats)
     tokens = sample(logits, state, fields, masks)
     scores = score(logits, tokens, wants_logprobs(fields))
-    return _remember(state, tokens, fields), tokens, scores
+    return remember(state, tokens, fields), tokens, scores
 
 
 def _make_attend(
@@ -224,7 +236,7 @@ def _sampled_positions(fields: dict[str, Any], rows: int) -> jax.Array:
     return jnp.concatenate([decode, rows + jnp.maximum(fields["prefill_starts"][1:] - 1, 0)])
 
 
-def _remember(state: SlotState, tokens: jax.Array, fields: dict[str, Any]) -> SlotState:
+def remember(state: SlotState, tokens: jax.Array, fields: dict[str, Any]) -> SlotState:
     """Writes sampled tokens to their slots and counts them for rows with penalties."""
     live = (fields["flags"] & FLAG_LIVE) != 0
     slots = jnp.where(live, fields["slot"], state.last_token.shape[0] - 1)
