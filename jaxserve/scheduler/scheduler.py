@@ -40,10 +40,11 @@ Order of one iteration
 7. The rest of the token budget, or of the step time, goes to prompts in promotion order, at most
    `prefill_chunk` each and `max_prefill_seqs` of them.
 8. A prompt that ends emits its first token in that iteration; the finished leave when it is updated.
-9. A plan has one decode step. It has several, up to `max_decode_steps`, only where nobody waits, no prompt is
-   left to compute, every row can go on without the host (`Request.free_running`), pages for all of them are
-   there, and an arrival loses no more than `max_arrival_delay_s` to them: the device then feeds each row's
-   tokens back itself, and stops a row at its own length or at an id that ends it.
+9. A plan has one decode step. It has several, up to `max_decode_steps`, only where no prompt is left to
+   compute, nobody waits, unless for a slot that no step but the last is known to free, every row can go on
+   without the host (`Request.free_running`), pages for all of them are there, and an arrival loses no more
+   than `max_arrival_delay_s` to them: the device then feeds each row's tokens back itself, and stops a row at
+   its own length or at an id that ends it.
 
 Steps in flight
 ---------------
@@ -141,7 +142,7 @@ class Scheduler(RowLander):
             self._decoding.leave(sequence)
         decoding = self._decoding.sequences.copy()
         chosen = self._prompts.choose(self._prefilling.values(), len(decoding)) if self._prefilling else []
-        num_steps = 1 if starved else self._num_steps()
+        num_steps = 1 if starved else self._num_steps(waits_for)
         rows, last_rows = self._decode_rows(pages) if num_steps == 1 else self._decode_runs(num_steps, pages)
         chunks = [self._chunk(sequence, size, pages, now) for sequence, size in chosen]
         for sequence in starved:
@@ -210,16 +211,18 @@ class Scheduler(RowLander):
 
     # Steps, promotion and pages
 
-    def _num_steps(self) -> int:
+    def _num_steps(self, waits_for: WaitsFor | None) -> int:
         """Decode steps of the plan that is being made; see rule 9."""
         batch = self._decoding
         if not self._step_choice.may_run_several or not len(batch) or batch.num_bound:
             return 1
-        if self._prefilling or len(self._waiting) or self._swaps:
+        if self._prefilling or waits_for not in (None, WaitsFor.SLOT) or self._swaps:
             return 1
         most = self._step_choice.most(len(batch), self._prompts.target_s(()))
         if most > 1:
-            most = min(most, max([each.num_kv_tokens - each.num_scheduled for each in batch.sequences]))
+            left = [each.num_kv_tokens - each.num_scheduled for each in batch.sequences]
+            # A slot that somebody waits for is to be free as soon as it would be.
+            most = min(most, min(left) if waits_for is WaitsFor.SLOT else max(left))
         return self._reservation.steps_within(batch.sequences, most) if most > 1 else 1
 
     def _promote(self, now: float) -> WaitsFor | None:

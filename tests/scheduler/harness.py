@@ -317,7 +317,9 @@ class Harness:
         config, scheduler = self.config, self.scheduler
         assert 1 <= plan.num_steps <= config.max_decode_steps
         if plan.num_steps > 1:
-            assert not scheduler.num_waiting and not plan.prefill and not plan.swaps and not plan.preempted
+            assert not plan.prefill and not plan.swaps and not plan.preempted
+            # Whoever waits wants a slot, and no row leaves its own before the plan's last step.
+            assert not scheduler.num_waiting or min(plan.decode.num_steps) == plan.num_steps
             assert plan.num_steps == max(plan.decode.num_steps) and min(plan.decode.num_steps) >= 1
             assert all(scheduler.sequence(row.request_id).request.free_running for row in plan.decode)
         assert plan.num_tokens <= config.max_num_batched_tokens
