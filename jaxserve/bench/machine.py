@@ -157,7 +157,7 @@ def measure_matmuls(config: ModelConfig, dtype: str, rows: int) -> list[dict[str
     Returns:
       A row per shape; `ms` and rates are of all products of that shape together.
     """
-    packs = weights_form(EngineConfig(model="", dtype=dtype), make_mesh(1)) == "packed"
+    packs = weights_form(EngineConfig(model="", dtype=dtype), make_mesh(1), config).startswith("packed")
     kinds: Counter[tuple[int, int, bool]] = Counter()
     for weight in weights(config):
         if len(weight.shape) == 2 and (weight.path != ("embed",) or config.tie_word_embeddings):

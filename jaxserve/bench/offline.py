@@ -18,6 +18,9 @@ PREFILL_TOKENS = 128
 
 PAGE_SIZE = 16
 
+NOBODY_COMES_S = 3600.0
+"""What an arrival may lose to decode steps: all requests of a run are there when it begins."""
+
 COLUMNS = (
     Column("dtype", "dtype"),
     Column("quantization", "weights"),
@@ -26,7 +29,9 @@ COLUMNS = (
     Column("slot_utilisation", "slot utilisation", ".1%"),
     Column("padding_ratio", "padding", ".1%"),
     Column("wasted_rows", "wasted", ".0f"),
+    Column("steps_per_iteration", "steps/dispatch", ".2f"),
     Column("host_ms_per_iteration", "host ms/step", ".2f"),
+    Column("host_us_per_token", "host us/token", ".1f"),
     Column("hidden_share", "hidden", ".0%"),
     Column("device_ms_per_iteration", "device ms/step", ".1f"),
 )
@@ -36,13 +41,19 @@ def run(flags: FlagValues) -> None:
     """Measures every dtype at every slot count, each several times, and reports medians."""
     results = [each for dtype in flags.dtypes for slots in flags.slots for each in measure(flags, dtype, slots)]
     settings = {name: flags[name].value for name in ("model", "prompt_tokens", "output_tokens", "runs", "overlap")}
+    settings["max_decode_steps"] = _max_decode_steps(flags)
     report("offline", settings | {"requests_per_slot": flags.requests_per_slot}, results, COLUMNS, flags.output)
 
 
 def measure(flags: FlagValues, dtype: str, slots: int) -> list[dict[str, Any]]:
-    """Medians over the runs of one setting, for each form of the weights; their runs take turns."""
+    """Medians over the runs of one setting, for each form of the weights; their runs take turns.
+
+    Raises:
+      ValueError: `max_decode_steps` has several values.
+    """
+    steps = _max_decode_steps(flags)
     llms = {
-        name: make_llm(flags, dtype, slots, quantization=None if name == "none" else name)
+        name: make_llm(flags, dtype, slots, max_decode_steps=steps, quantization=None if name == "none" else name)
         for name in flags.quantizations
     }
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in llms}
@@ -74,19 +85,22 @@ def make_llm(flags: FlagValues, dtype: str, slots: int, **settings: Any) -> LLM:
         page_size=PAGE_SIZE,
         overlap=flags.overlap,
         enable_prefix_caching=False,  # every run computes the same prompts
+        max_arrival_delay_s=NOBODY_COMES_S,
         **{"skip_tokenizer_init": True} | settings,
     )
     llm.generate([[0]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     return llm
 
 
-def make_requests(flags: FlagValues, slots: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def make_requests(
+    flags: FlagValues, slots: int, vocab_size: int, requests_per_slot: int | None = None
+) -> tuple[list[list[int]], list[SamplingParams]]:
     """Random prompts, and outputs from half of `output_tokens` up to it.
 
     So slots are freed at different times, and utilisation says how well they are filled again.
     """
     rng = np.random.default_rng(0)
-    count = slots * flags.requests_per_slot
+    count = slots * (requests_per_slot or flags.requests_per_slot)
     prompts = [rng.integers(0, vocab_size, flags.prompt_tokens).tolist() for _ in range(count)]
     lengths = rng.integers(flags.output_tokens // 2, flags.output_tokens + 1, count).tolist()
     return prompts, [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
@@ -109,9 +123,9 @@ def figures(stats: EngineStats, wall_s: float, slots: int) -> dict[str, float]:
       slots: of the engine.
 
     Returns:
-      Shares in [0, 1]: `slot_utilisation`, slots with work for live requests over all slots, mean over iterations;
+      Shares in [0, 1]: `slot_utilisation`, slots with work for live requests over all slots, mean over steps;
       `padding_ratio`, rows of the compiled shapes that held no token; `hidden_share`, of the host's work, done while
-      the device was busy.
+      the device was busy. `steps_per_iteration`: 1 but for iterations of several decode steps.
     """
     iterations = max(stats.iterations, 1)
     return {
@@ -121,7 +135,21 @@ def figures(stats: EngineStats, wall_s: float, slots: int) -> dict[str, float]:
         "slot_utilisation": stats.slot_utilisation(slots),
         "padding_ratio": 1 - stats.tokens / max(stats.padded_tokens, 1),
         "wasted_rows": stats.wasted_rows,
+        "steps_per_iteration": stats.steps_per_iteration,
         "host_ms_per_iteration": 1e3 * stats.host_s / iterations,
+        "host_us_per_token": 1e6 * stats.host_s / max(stats.output_tokens, 1),
         "hidden_share": stats.hidden_share,
         "device_ms_per_iteration": 1e3 * stats.device_s / iterations,
     }
+
+
+def _max_decode_steps(flags: FlagValues) -> int:
+    """The flag's one value, 1 unless given.
+
+    Raises:
+      ValueError: it has several.
+    """
+    values = flags.max_decode_steps or [1]
+    if len(values) != 1:
+        raise ValueError(f"max_decode_steps is {','.join(map(str, values))}; offline takes one, decode_steps several")
+    return int(values[0])

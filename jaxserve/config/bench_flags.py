@@ -33,9 +33,15 @@ BENCH_FLAGS: tuple[Flag, ...] = (
         ("slots", _COUNTS, (1, 8, 32), "slot counts to measure; compare_modes: one, 8; machine, buckets: 8,32"),
         ("prompt_tokens", _COUNT, 32, "tokens of each prompt"),
         ("output_tokens", IntParser(low=2), 64, "tokens of each output"),
-        ("requests_per_slot", _COUNT, 3, "requests of a run, in slots"),
+        ("requests_per_slot", _COUNT, 3, "requests of a run, in slots; decode_steps: 1, so that none waits"),
         ("runs", _COUNT, 3, "runs of each figure; the median is reported; compare_modes: 5"),
-        ("overlap", _BOOL, _DEFAULTS["overlap"], "offline: as the server's flag"),
+        ("overlap", _BOOL, _DEFAULTS["overlap"], "offline, decode_steps: as the server's flag"),
+        (
+            "max_decode_steps",
+            _COUNTS,
+            None,
+            "offline: as the server's flag, 1; decode_steps: values to compare, each with the first, 1,8",
+        ),
         ("policies", ListParser(ChoiceParser(POLICIES)), POLICIES, "scheduler: orders of the waiting queue to measure"),
         ("running", _COUNTS, (8, 64, 256, 1024), "scheduler: numbers of running requests to measure"),
         (

@@ -18,6 +18,12 @@ def positive(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}; it must be a number above 0")
 
 
+def not_negative(name: str, value: float) -> None:
+    """A finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value}; it must be a number of at least 0")
+
+
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
     """One of the names in `known`."""
     if value not in known:

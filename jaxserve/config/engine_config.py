@@ -15,6 +15,7 @@ DTYPES = ("float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "native_cpu", "mosaic_gpu", "mosaic_tpu")
 MATMUL_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
+DECODER_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
 QUANTIZATIONS = ("gguf", "int8", "int4")
 MAX_PAGE_SIZE = 256
 
@@ -137,6 +138,7 @@ class EngineConfig(PolicyConfig):
     max_grammar_bytes: int = 1 << 17
     attention_implementation: str = "auto"
     matmul_implementation: str = "auto"
+    decoder_implementation: str = "auto"
     decode_buckets: tuple[int, ...] | None = None
     prefill_buckets: tuple[int, ...] | None = None
     table_width_buckets: tuple[int, ...] | None = None
@@ -159,6 +161,7 @@ class EngineConfig(PolicyConfig):
         one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         one_of("attention_implementation", self.attention_implementation, ATTENTION_IMPLEMENTATIONS)
         one_of("matmul_implementation", self.matmul_implementation, MATMUL_IMPLEMENTATIONS)
+        one_of("decoder_implementation", self.decoder_implementation, DECODER_IMPLEMENTATIONS)
         if self.quantization is not None:
             one_of("quantization", self.quantization, QUANTIZATIONS)
         if self.max_model_len is not None:

@@ -11,6 +11,7 @@ from absl.flags import ArgumentParser, BooleanParser
 from jaxserve.config.bench_flags import BENCH_FLAGS, LOG_LEVELS
 from jaxserve.config.engine_config import (
     ATTENTION_IMPLEMENTATIONS,
+    DECODER_IMPLEMENTATIONS,
     DTYPES,
     KV_CACHE_DTYPES,
     MATMUL_IMPLEMENTATIONS,
@@ -206,6 +207,11 @@ FLAGS: tuple[Flag, ...] = (
             ChoiceParser(MATMUL_IMPLEMENTATIONS),
             "of products with weights; native_cpu packs them for the processor, auto does so on one CPU device",
         ),
+        (
+            "decoder_implementation",
+            ChoiceParser(DECODER_IMPLEMENTATIONS),
+            "of the decoder layers; native_cpu runs all of them in one call, auto does so where it can, xla never",
+        ),
         ("scan_layers", _BOOL, "one compiled layer body for all layers; default: by device"),
     ),
     *_engine(
@@ -243,6 +249,16 @@ FLAGS: tuple[Flag, ...] = (
         ("long_prefill_token_threshold", _INT, "a prompt with more tokens left than this is long; 0: none is"),
         ("max_long_prefills", _INT, "most long prompts with a chunk in one iteration"),
         ("itl_target_s", _FLOAT, "prompts get what this step time leaves after decode; default: the whole budget"),
+        (
+            "max_decode_steps",
+            _INT,
+            "most decode steps of an iteration: several where nobody waits and no row needs the host between; 1: off",
+        ),
+        (
+            "max_arrival_delay_s",
+            _FLOAT,
+            "seconds that a request which arrives while such an iteration runs may lose to its further steps",
+        ),
         ("batching", ChoiceParser(BATCHINGS), "continuous; static and request_dynamic are there for comparison"),
         ("batch_timeout_s", _FLOAT, "batching request_dynamic: longest wait for a batch to fill"),
     ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from jaxserve.config.checks import at_least, one_of, positive
+from jaxserve.config.checks import at_least, not_negative, one_of, positive
 from jaxserve.config.service_class import ServiceClass
 
 POLICIES = ("fcfs", "priority", "sjf", "edf", "fair")
@@ -44,6 +44,10 @@ class PolicyConfig:
       itl_target_s: seconds an iteration with decode rows should take at most: prompts get what the
         predicted step time leaves; None: they get the whole token budget. Where requests of a service
         class with a smaller target decode, that one holds.
+      max_decode_steps: most decode steps of one iteration: several where nobody waits and no row needs the host
+        between two tokens; 1: never several.
+      max_arrival_delay_s: seconds that a request which arrives just after such iterations were dispatched may lose,
+        by the step time of late, to their further steps.
       batching: "continuous"; or the older schemes, for comparison: "static" keeps a batch until its
         longest ends, "request_dynamic" also waits for a full batch or `batch_timeout_s`.
       batch_timeout_s: longest a request waits for its batch to fill.
@@ -67,6 +71,8 @@ class PolicyConfig:
     long_prefill_token_threshold: int = 0
     max_long_prefills: int = 1
     itl_target_s: float | None = None
+    max_decode_steps: int = 1
+    max_arrival_delay_s: float = 0.05
     batching: str = "continuous"
     batch_timeout_s: float = 0.1
     enable_prefix_caching: bool = False
@@ -90,6 +96,8 @@ class PolicyConfig:
             positive(name, getattr(self, name))
         if self.itl_target_s is not None:
             positive("itl_target_s", self.itl_target_s)
+        at_least("max_decode_steps", self.max_decode_steps, 1)
+        not_negative("max_arrival_delay_s", self.max_arrival_delay_s)
         at_least("max_preemptions", self.max_preemptions, 1)
         at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         at_least("max_long_prefills", self.max_long_prefills, 1)

@@ -102,6 +102,8 @@ class Request:
       service_class: name of a configured `ServiceClass`, or "" for none.
       cache_salt: requests share cached pages only with those of the same tenant and salt.
       grammar: compiled form of `params.structured_outputs`, for the engine alone.
+      free_running: set by the engine where no token of it waits for the host: an id of `stop_ids` or `max_tokens` ends
+        it and nothing else, and all that decides on a token is on the device.
       operation, traceparent: see `Terms`.
     """
 
@@ -119,6 +121,7 @@ class Request:
     bad_token_ids: tuple[int, ...] = ()
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     grammar: object | None = field(default=None, compare=False, repr=False)
+    free_running: bool = False
     operation: str = "text_completion"
     traceparent: str = ""
 

@@ -33,6 +33,7 @@ class IterationView(NamedTuple):
       placed: slots that were taken in it.
       preempted: ids that lost their slots for it, at `preempted_at`.
       num_waiting: requests in the queue at its end; the pages likewise.
+      decode_tokens: of each decode row, where there were several steps; empty: one each.
     """
 
     iteration: int
@@ -49,6 +50,17 @@ class IterationView(NamedTuple):
     pages_free: int
     pages_cached: int
     pages_owned: int
+    decode_tokens: tuple[int, ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that ran: as many as the decode row with the most tokens has."""
+        return max(self.decode_tokens) if self.decode_tokens else 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens that its decode rows brought."""
+        return sum(self.decode_tokens) if self.decode_tokens else len(self.decode_ids)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -108,7 +120,10 @@ class WaitingView:
 
 @dataclass(frozen=True, slots=True)
 class EngineTotals:
-    """Sums since the engine's start; `prefix_cache_*` count prompt tokens."""
+    """Sums since the engine's start; `prefix_cache_*` count prompt tokens.
+
+    An iteration has one step, or several decode steps.
+    """
 
     iterations: int = 0
     prefill_tokens: int = 0
@@ -117,6 +132,7 @@ class EngineTotals:
     preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Everything here is called under the engine's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from jaxserve.core import FinishReason, Request
 from jaxserve.engine.grammar_state import GrammarStates
@@ -57,9 +58,11 @@ class Delivery:
     def take_step(self, events: TokenEvents, output: StepOutput, now: float) -> None:
         """Delivers what an update brought; decode rows by column, as most have a token and nothing else."""
         self._metrics.sampled(events.num_tokens)
-        ends = events.ends
-        for request_id, token_id, row in zip(events.request_ids, events.token_ids, events.rows, strict=True):
-            self._take(request_id, token_id, "decode", row, ends.get(row), output, now)
+        ends, later = events.ends, events.later or repeat(())
+        for request_id, token_id, row, others in zip(
+            events.request_ids, events.token_ids, events.rows, later, strict=False
+        ):
+            self._take(request_id, token_id, "decode", row, ends.get(row), output, now, others)
         self._take_each(events.prefill, output, now)
         # Stop strings found just now ended their requests: nothing is left to say about those.
         self._scheduler.take_events()
@@ -78,15 +81,16 @@ class Delivery:
         end: TokenEvent | None,
         output: StepOutput | None,
         now: float,
+        later: Sequence[int] = (),
     ) -> None:
         """A token, an end or both, of a request that is live unless a stop string ended it; see `RequestState.take`."""
         state = self.states.get(request_id)
         if state is None:
             return
         if token_id is not None:
-            self._metrics.token(state, now)
+            self._metrics.token(state, now, len(later))
         try:
-            stopped = state.take(token_id, source, row, end, output, now)
+            stopped = state.take(token_id, source, row, end, output, now, later)
         except Exception as error:
             # A fault in one request's text handling ends that request; its neighbours go on.
             self._end(state, end, state.fail(error, now), now)

@@ -63,7 +63,13 @@ def start_plan(config: EngineConfig) -> StartPlan:
     params = _abstract_params(resolved, model_config, config, mesh)
     runner = ModelRunner(model_config, params, config, max_model_len, mesh)
     buckets = runner.buckets
-    return StartPlan(runner.memory_plan, buckets.decode, buckets.prefill, buckets.widths, num_programs(buckets.all()))
+    return StartPlan(
+        runner.memory_plan,
+        buckets.decode,
+        buckets.prefill,
+        buckets.widths,
+        num_programs(buckets.all(), config.max_decode_steps),
+    )
 
 
 def _listed(sizes: tuple[int, ...]) -> str:
@@ -72,14 +78,14 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
     """The parameters' shapes, dtypes and shardings."""
-    form = weights_form(config, mesh)
+    form = weights_form(config, mesh, model_config)
     loaded = abstract_weights(resolved, config.dtype, config.quantization)
 
     def shapes() -> Any:
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), loaded)
         return arrange_weights(params, form, model_config, mesh)
 
-    if form == "packed":
+    if form.startswith("packed"):
         replicated = NamedSharding(mesh, PartitionSpec())
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), jax.eval_shape(shapes)

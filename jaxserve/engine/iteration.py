@@ -18,6 +18,9 @@ What the scheduler learns late, an end by a token or a stop string, costs a row:
 plan in flight (`EngineStats.wasted_rows`). Its token is dropped at the update, by the sequence it was planned for,
 whoever has its slot or its id by then.
 
+A plan of several decode steps (`StepPlan.num_steps`) is one program that feeds tokens back itself; the host takes
+them in together, as one step that brought several tokens a row. Its rows are bound by nothing the host makes.
+
 When a plan is empty the oldest step in flight is taken in at once: no token waits for a next plan.
 """
 
@@ -193,9 +196,11 @@ class Iterations:
             self._take_prompt_scores(flight, output)
             events = self._scheduler.update(plan, output.result, now, bucket=bucket.name)
             self._delivery.take_step(events, output, now)
-            self.stats.count(plan, bucket, events.num_tokens, events.num_wasted)
-            self._metrics.iteration(plan.num_tokens, events.num_wasted)
-            self._monitor.iteration(plan, bucket.name, flight.planned_at, now)
+            result = output.result
+            self.stats.count(plan, result, bucket, events.num_tokens, events.num_wasted)
+            num_tokens = plan.num_tokens - len(plan.decode) + result.num_decode_tokens
+            self._metrics.iteration(num_tokens, events.num_wasted, result.num_steps if plan.decode else 0)
+            self._monitor.iteration(plan, bucket.name, flight.planned_at, now, tuple(map(len, result.decode_runs)))
             self._on_change()
 
     def _collect(self, flight: _Flight) -> StepOutput:

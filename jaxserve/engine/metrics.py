@@ -18,6 +18,7 @@ from jaxserve.engine.startup import StartupFigures
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class EngineMetrics:
         self._queue = histogram("request_queue_time_seconds", "Arrival to first scheduling.", _LATENCY)
         self._wasted = counter("wasted_rows", "Rows of steps whose requests had ended when the step came back.")
         self._iteration = histogram("iteration_tokens_total", "Tokens computed in an iteration.", _TOKENS)
+        self._decode_steps = histogram("iteration_decode_steps", "Decode steps of an iteration that had any.", _STEPS)
         self._prompt_length = histogram("request_prompt_tokens", "Prompt tokens of finished requests.", _TOKENS)
         self._output_length = histogram("request_generation_tokens", "Output tokens of finished requests.", _TOKENS)
         self._success = Counter(
@@ -121,13 +123,15 @@ class EngineMetrics:
         """A step sampled so many tokens for live requests."""
         self._generation_tokens.inc(count)
 
-    def token(self, state: RequestState, now: float) -> None:
-        """A token is about to be delivered to `state`; `sampled` counts it."""
+    def token(self, state: RequestState, now: float, num_later: int = 0) -> None:
+        """A token is about to be delivered to `state`, and so many that come with it; `sampled` counts them."""
         if state.last_token_at is None:
             self._ttft.observe(max(now - state.metrics.arrived_at, 0.0))
             self._prompt_tokens.inc(state.request.num_prompt_tokens)
         else:
             self._itl.observe(max(now - state.last_token_at, 0.0))
+        for _ in range(num_later):
+            self._itl.observe(0.0)
 
     def finished(self, state: RequestState, reason: str) -> None:
         """A request ended, for whatever reason."""
@@ -155,9 +159,11 @@ class EngineMetrics:
                 counter.labels(**self._labels, service_class=service_class).inc(total - counted)
                 self._counted[counter, service_class] = total
 
-    def iteration(self, tokens: int, wasted_rows: int) -> None:
-        """A step ran, with so many rows of requests that had ended."""
+    def iteration(self, tokens: int, wasted_rows: int, decode_steps: int) -> None:
+        """An iteration ran, with so many rows of requests that had ended; `decode_steps` is 0 without decode rows."""
         self._iteration.observe(tokens)
+        if decode_steps:
+            self._decode_steps.observe(decode_steps)
         self._wasted.inc(wasted_rows)
 
     def set_compiles(self, count: int) -> None:

@@ -62,8 +62,14 @@ class EngineMonitor:
         self._iterations = deque(self._iterations, maxlen=num_iterations)
         self._events = deque(self._events, maxlen=num_iterations)
 
-    def iteration(self, plan: StepPlan, bucket: str, planned_at: float, now: float) -> None:
-        """A step came back at `now`. One planned while another ran is taken to begin when that came back."""
+    def iteration(
+        self, plan: StepPlan, bucket: str, planned_at: float, now: float, decode_tokens: tuple[int, ...] = ()
+    ) -> None:
+        """A step came back at `now`. One planned while another ran is taken to begin when that came back.
+
+        Args:
+          decode_tokens: of each decode row, where the plan had several steps.
+        """
         began_at, self._last_ended_at = max(planned_at, self._last_ended_at), now
         if not self._iterations.maxlen:
             return
@@ -85,6 +91,7 @@ class EngineMonitor:
                 scheduler.pages_free,
                 scheduler.pages_cached,
                 scheduler.pages_owned,
+                decode_tokens,
             )
         )
 
@@ -147,6 +154,7 @@ class EngineMonitor:
         """The sums now."""
         return EngineTotals(
             iterations=stats.iterations,
+            steps=stats.steps,
             prefill_tokens=stats.prefill_tokens,
             decode_tokens=stats.tokens - stats.prefill_tokens,
             output_tokens=stats.output_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from absl import logging
@@ -128,12 +128,14 @@ class RequestState:
         end: TokenEvent | None,
         output: StepOutput | None,
         now: float,
+        later: Sequence[int] = (),
     ) -> bool:
         """Delivers a token, an end, or both.
 
         Args:
           token_id, source, row: see `TokenEvent`.
           end: the event when it ends the request.
+          later: tokens that came with the first and follow it, of a free-running request; an end is of the last.
 
         Returns:
           Whether a stop string or the grammar ended the request, which the scheduler does not know yet.
@@ -152,7 +154,10 @@ class RequestState:
             scores = None
             if output is not None and self.request.params.logprobs is not None:
                 scores = output.scores(source, row)
-            stopped = self._take_token(token_id, scores, end and end.stop_token_id, delta, now)
+            stop_token_id = end and end.stop_token_id
+            stopped = self._take_token(token_id, scores, None if later else stop_token_id, delta, now)
+            for index, other in enumerate(later, 1):
+                self._take_token(other, None, stop_token_id if index == len(later) else None, delta, now)
         if grammar is not None and grammar.ended:
             delta.finish_reason = FinishReason.STOP.value
         if self._prompt_logprobs is not None and (token_id is not None or delta.finish_reason):
@@ -199,9 +204,10 @@ class RequestState:
         text = "" if hidden else self._detokenizer.add(token_id)
         # Up to min_tokens stop strings are not looked for; one that began there is not seen later.
         if self._stops is None or self.num_output_tokens < params.min_tokens:
-            delta.text = text
+            delta.text += text
             return None
-        delta.text, stopped = self._stops.feed(text)
+        text, stopped = self._stops.feed(text)
+        delta.text += text
         if stopped is not None:
             delta.finish_reason, delta.stop_reason = "stop", stopped
         return stopped

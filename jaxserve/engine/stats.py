@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.scheduler import StepPlan
+from jaxserve.scheduler import StepPlan, StepResult
 from jaxserve.tables import Bucket
 
 
@@ -13,8 +13,9 @@ class EngineStats:
     """Sums over dispatched iterations, for reports.
 
     Attributes:
-      iterations: dispatched steps.
-      slot_steps: slots with work for live requests, summed over iterations; wasted_rows: those with work for
+      iterations: dispatched plans.
+      steps: that ran in them: one in each, or several decode steps.
+      slot_steps: slots with work for live requests, summed over steps; wasted_rows: those with work for
         requests that had ended by the time the step came back.
       tokens: real tokens computed, of which `prefill_tokens` are of prompts; padded_tokens: rows of the buckets they
         ran in.
@@ -25,6 +26,7 @@ class EngineStats:
     """
 
     iterations: int = 0
+    steps: int = 0
     slot_steps: int = 0
     wasted_rows: int = 0
     tokens: int = 0
@@ -37,26 +39,33 @@ class EngineStats:
     hidden_s: float = 0.0
     device_s: float = 0.0
 
-    def count(self, plan: StepPlan, bucket: Bucket, num_sampled: int, num_wasted: int) -> None:
+    def count(self, plan: StepPlan, result: StepResult, bucket: Bucket, num_sampled: int, num_wasted: int) -> None:
         """Adds an iteration.
 
         Args:
+          result: what came of it.
           bucket: that it ran in.
           num_sampled: tokens for live requests.
           num_wasted: rows of requests that had ended.
         """
-        num_tokens = plan.num_tokens
+        num_prefill, num_decode = plan.num_tokens - len(plan.decode), result.num_decode_tokens
         self.iterations += 1
-        self.slot_steps += len(plan.decode) + len(plan.prefill) - num_wasted
+        self.steps += result.num_steps
+        self.slot_steps += num_decode + len(plan.prefill) - num_wasted
         self.wasted_rows += num_wasted
-        self.tokens += num_tokens
-        self.prefill_tokens += num_tokens - len(plan.decode)
-        self.padded_tokens += bucket.decode_rows + bucket.prefill_tokens
+        self.tokens += num_prefill + num_decode
+        self.prefill_tokens += num_prefill
+        self.padded_tokens += bucket.decode_rows * result.num_steps + bucket.prefill_tokens
         self.output_tokens += num_sampled
 
     def slot_utilisation(self, slots: int) -> float:
-        """Slots with work for live requests over all `slots`, mean over iterations; in [0, 1]."""
-        return self.slot_steps / max(self.iterations * slots, 1)
+        """Slots with work for live requests over all `slots`, mean over steps; in [0, 1]."""
+        return self.slot_steps / max(self.steps * slots, 1)
+
+    @property
+    def steps_per_iteration(self) -> float:
+        """Mean number of steps of a dispatched plan; 1 where none has several."""
+        return self.steps / max(self.iterations, 1)
 
     @property
     def hidden_share(self) -> float:
@@ -64,5 +73,5 @@ class EngineStats:
         return self.hidden_s / max(self.host_s, 1e-12)
 
     def budget_use(self, budget: int) -> float:
-        """Tokens computed over a token budget of `budget` an iteration; in [0, 1]."""
-        return self.tokens / max(self.iterations * budget, 1)
+        """Tokens computed over a token budget of `budget` a step; in [0, 1]."""
+        return self.tokens / max(self.steps * budget, 1)

@@ -14,6 +14,7 @@ from absl import logging
 from jaxserve.config import ServiceClass
 from jaxserve.core import NO_TERMS, Priority, Request, SamplingParams, Terms, choice_seed
 from jaxserve.models import ModelConfig
+from jaxserve.tables.layout import MAX_STOP_IDS
 from jaxserve.text import Tokenizer
 
 _NO_CLASS = ServiceClass("none")
@@ -134,6 +135,7 @@ def make_requests(
         raise ValueError(f"priority must be an integer; got {priority!r}")
     if not Priority.MIN <= priority <= Priority.MAX:
         raise ValueError(f"priority is {priority}; it must be in [{Priority.MIN}, {Priority.MAX}]")
+    free_running = grammar is None and _is_free_running(params, bad_words, limits)
     seed = params.seed if params.seed is not None else draw_seed()
     # The prompt of all choices is one, and so are its scores.
     others = params if params.prompt_logprobs is None else replace(params, prompt_logprobs=None)
@@ -153,11 +155,24 @@ def make_requests(
             bad_token_ids=bad_token_ids,
             bad_sequences=tuple(word for word in bad_words if len(word) > 1),
             grammar=grammar,
+            free_running=free_running,
             operation=terms.operation,
             traceparent=terms.traceparent,
         )
         for index in range(params.n)
     ]
+
+
+def _is_free_running(params: SamplingParams, bad_words: Sequence[tuple[int, ...]], limits: ModelLimits) -> bool:
+    """Whether the device alone finds the end of an output and all that bears on its tokens, but for a grammar.
+
+    It does not find stop strings, nor more stop ids than it has room for; it bars words of one token only, and keeps
+    no log-probabilities from one step to the next.
+    """
+    eos = () if params.ignore_eos else limits.eos_token_ids
+    if params.stop or params.logprobs is not None or any(len(word) > 1 for word in bad_words):
+        return False
+    return len({*eos, *params.stop_token_ids}) <= MAX_STOP_IDS
 
 
 def _check_choice(params: SamplingParams, bad: Sequence[int], limits: ModelLimits, bound: bool) -> None:

@@ -4,7 +4,15 @@ from jaxserve.models.attention import Attend
 from jaxserve.models.config import ModelConfig, RopeConfig
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
 from jaxserve.models.sharding import param_shardings, partition_spec
-from jaxserve.models.transformer import abstract_params, forward, init_params, pack_kernels, stack_layers, unembed
+from jaxserve.models.transformer import (
+    RunLayers,
+    abstract_params,
+    forward,
+    init_params,
+    pack_kernels,
+    stack_layers,
+    unembed,
+)
 from jaxserve.models.weights import Weight, ignorable, make_params, weights
 
 __all__ = [
@@ -12,6 +20,7 @@ __all__ = [
     "Attend",
     "ModelConfig",
     "RopeConfig",
+    "RunLayers",
     "Weight",
     "abstract_params",
     "forward",

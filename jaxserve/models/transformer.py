@@ -10,6 +10,7 @@ cache in the carry, where a donated cache stays in place).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,18 @@ from pallas_kernels.matmul import can_pack, is_packed, pack, packed_columns
 Params = dict[str, Any]
 
 
+RunLayers = Callable[[Params, jax.Array, tuple[jax.Array, jax.Array], Any], tuple[jax.Array, Any]]
+"""`run_layers(layers, x, rope, cache) -> (x, cache)`: all layers on x [T, d], with cos and sin of its tokens."""
+
+
 def forward(
-    config: ModelConfig, params: Params, token_ids: jax.Array, positions: jax.Array, attend: Attend, cache: Any
+    config: ModelConfig,
+    params: Params,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    cache: Any,
+    run_layers: RunLayers | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs all layers.
 
@@ -40,6 +51,7 @@ def forward(
       positions: int32[T], write indices.
       attend: see `jaxserve.models.attention.Attend`.
       cache: handed through `attend` layer by layer.
+      run_layers: runs them instead, without `attend`.
 
     Returns:
       (hidden [T, d], cache): hidden states before the final norm.
@@ -49,6 +61,8 @@ def forward(
     x = packed_columns(embed, token_ids, dtype) if is_packed(embed) else embed[token_ids]
     rope = rope_tables(config.rope, config.head_dim, config.max_position_embeddings, positions)
     layers = params["layers"]
+    if run_layers is not None:
+        return run_layers(layers, x, rope, cache)
     if isinstance(layers, dict):
         return _scan_layers(config, layers, x, rope, attend, cache)
 

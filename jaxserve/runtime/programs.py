@@ -1,4 +1,4 @@
-"""ProgramTable: every compiled program of an engine: forward steps by bucket, samplers by number of rows.
+"""ProgramTable: every compiled program of an engine: forward steps by bucket, samplers by number of rows, decode loops.
 
 Compiling happens here, before the first request, and nowhere else: `get` on a bucket that was not
 compiled raises. Warm-up also checks what a silent mistake would cost: that the pool was aliased, and
@@ -20,11 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.core import JaxserveError, MissingBucketError
 from jaxserve.models import partition_spec
+from jaxserve.runtime.decode_loop import make_decode_loop
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout, gather_pages, scatter_pages
 from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row
 from jaxserve.runtime.steps import Forwarded, make_step, sample_step
 from jaxserve.tables import Bucket, TableLayout, num_programs
-from jaxserve.tables.layout import SAMPLE_INTS, SAMPLING_FLOATS
+from jaxserve.tables.layout import LIMIT_COLUMNS, SAMPLE_INTS, SAMPLING_FLOATS
 
 COMPILE_THREADS = max(2, min(8, os.cpu_count() or 2))
 """Programs compiled at once: tracing holds the interpreter, XLA does not; each takes memory while it is compiled."""
@@ -41,10 +42,14 @@ class ProgramTable:
       params: weights on their devices; only shapes and shardings are used.
       max_num_seqs: slots.
       dtype: of weights and activations.
+      max_decode_steps: of one dispatch; above 1, buckets of decode rows alone have a decode loop too.
     """
 
-    def __init__(self, kv: PoolLayout, params: Any, *, max_num_seqs: int, dtype: str) -> None:
+    def __init__(
+        self, kv: PoolLayout, params: Any, *, max_num_seqs: int, dtype: str, max_decode_steps: int = 1
+    ) -> None:
         self._kv = kv
+        self._max_decode_steps = max_decode_steps
         self._dtype = dtype
         self._replicated = NamedSharding(kv.mesh, PartitionSpec())
         self._params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
@@ -53,7 +58,9 @@ class ProgramTable:
         self._logits_sharding = NamedSharding(kv.mesh, partition_spec(kv.config, (None, "vocab"), kv.mesh))
         self._steps: dict[Bucket, Any] = {}
         self._samplers: dict[int, Any] = {}
+        self._loops: dict[Bucket, Any] = {}
         self._measured: dict[tuple[Bucket, int], Any] = {}
+        self._measured_loops: dict[tuple[Bucket, int], Any] = {}
         self._place: Any = None
         self._gather: Any = None
         self._scatter: Any = None
@@ -68,6 +75,16 @@ class ProgramTable:
         if program is None:
             raise MissingBucketError(f"bucket {bucket.name} was not compiled at warm-up")
         return program, self._samplers[bucket.sample_rows]
+
+    def loop(self, bucket: Bucket) -> Any:
+        """The compiled decode loop of `bucket`.
+
+        Raises:
+          MissingBucketError: it was not compiled at warm-up.
+        """
+        if bucket not in self._loops:
+            raise MissingBucketError(f"the decode loop of bucket {bucket.name} was not compiled at warm-up")
+        return self._loops[bucket]
 
     @property
     def place(self) -> Any:
@@ -117,9 +134,28 @@ class ProgramTable:
         ints = self._on_mesh(jax.ShapeDtypeStruct((layout.int_size,), jnp.int32))
         forwarded = Forwarded(self._logits_sharding, self._replicated, self._replicated)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=(self._kv.sharding, forwarded))
+        return self._compile(jitted, self._params, pool, self._state.last_token, ints)
+
+    def compile_loop(self, bucket: Bucket, num_pages: int) -> Any:
+        """Compiles the decode loop of a bucket of decode rows alone, for a pool of `num_pages`."""
+        layout = TableLayout(bucket)
+        loop = make_decode_loop(self._kv, layout, self._max_decode_steps, self._logits_sharding)
+        blobs = self._on_mesh(
+            (
+                jax.ShapeDtypeStruct((layout.int_size,), jnp.int32),
+                jax.ShapeDtypeStruct((layout.float_size,), jnp.float32),
+                jax.ShapeDtypeStruct((bucket.decode_rows, LIMIT_COLUMNS), jnp.int32),
+            )
+        )
+        state_sharding = jax.tree.map(lambda _: self._replicated, self._state)
+        out_shardings = (self._kv.sharding, state_sharding, self._replicated)
+        jitted = jax.jit(loop, donate_argnums=(1, 2), out_shardings=out_shardings)
+        return self._compile(jitted, self._params, self._kv.abstract(num_pages), self._state, *blobs)
+
+    def _compile(self, jitted: Any, *arguments: Any) -> Any:
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):
             try:
-                return jitted.lower(self._params, pool, self._state.last_token, ints).compile()
+                return jitted.lower(*arguments).compile()
             except NotImplementedError as error:
                 raise ValueError(f"attention on this device: {error}") from error
 
@@ -142,7 +178,7 @@ class ProgramTable:
         return jitted.lower(state, logits, *others).compile()
 
     def workspace_bytes(self, bucket: Bucket, num_pages: int, max_steps_ahead: int = 0) -> int:
-        """Temporary and output bytes of a bucket's step, or of its sampler if that needs more.
+        """Temporary and output bytes of a bucket's step, or of its sampler or decode loop if one of them needs more.
 
         Steps in flight behind it add what they leave, not temporary bytes: programs run one after the other.
 
@@ -155,7 +191,12 @@ class ProgramTable:
         shape = (bucket.sample_rows, self._kv.config.vocab_size)
         logits_bytes = 4 * math.prod(self._logits_sharding.shard_shape(shape))
         left = _output_bytes(program) + _output_bytes(sampler)
-        return max(_workspace(program), logits_bytes + _workspace(sampler)) + max_steps_ahead * left
+        needed = max(_workspace(program), logits_bytes + _workspace(sampler))
+        if self._max_decode_steps > 1 and bucket.decode_rows:
+            decode = Bucket(bucket.decode_rows, 0, 0, bucket.table_width)
+            loop = self._measured_loops[decode, num_pages] = self.compile_loop(decode, num_pages)
+            needed = max(needed, _workspace(loop))
+        return needed + max_steps_ahead * left
 
     def warm_up(self, buckets: list[Bucket], num_pages: int, progress: Progress | None = None) -> None:
         """Compiles every bucket, their samplers and the placement program; several at a time, largest first.
@@ -164,8 +205,9 @@ class ProgramTable:
           JaxserveError: a program would not update the pool in place.
         """
         rows = sorted({bucket.sample_rows for bucket in buckets}.difference(self._samplers), reverse=True)
-        total = num_programs(buckets)
-        before = total - len(buckets) - len(rows)  # slot placement, and a sampler that was measured
+        loops = [b for b in reversed(buckets) if not b.prefill_tokens and self._max_decode_steps > 1]
+        total = num_programs(buckets, self._max_decode_steps)
+        before = total - len(buckets) - len(rows) - len(loops)  # slot placement, and a sampler that was measured
         pool = self._kv.abstract(num_pages)
         self._place = (
             jax.jit(place_row, donate_argnums=0, out_shardings=jax.tree.map(lambda _: self._replicated, self._state))
@@ -175,22 +217,30 @@ class ProgramTable:
         if progress:
             progress(before, total, "slot placement")
         with ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="compile") as threads:
-            waiting: dict[Future[Any], Bucket | int] = {
+            waiting: dict[Future[Any], Bucket | int | tuple[Bucket]] = {
                 threads.submit(self._measured_or_compiled, b, num_pages): b for b in reversed(buckets)
             }
+            waiting |= {threads.submit(self._measured_or_compiled_loop, b, num_pages): (b,) for b in loops}
             waiting |= {threads.submit(self.compile_sampler, count): count for count in rows}
             for done, future in enumerate(as_completed(waiting), start=before + 1):
                 what, program = waiting[future], future.result()
                 if isinstance(what, int):
                     name = f"sampler of {what} rows"
                     self._samplers[what] = program
+                elif isinstance(what, tuple):
+                    name = f"decode loop of {what[0].name}"
+                    _check_in_place(f"the {name}", program, pool)
+                    self._loops[what[0]] = program
                 else:
                     name = what.name
                     _check_in_place(f"the step of bucket {name}", program, pool)
                     self._steps[what] = program
                 if progress:
                     progress(done, total, name)
-        self._measured = {}
+        self._measured, self._measured_loops = {}, {}
+
+    def _measured_or_compiled_loop(self, bucket: Bucket, num_pages: int) -> Any:
+        return self._measured_loops.get((bucket, num_pages)) or self.compile_loop(bucket, num_pages)
 
     def _measured_or_compiled(self, bucket: Bucket, num_pages: int) -> Any:
         return self._measured.get((bucket, num_pages)) or self.compile(bucket, num_pages)

@@ -21,12 +21,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.models import Attend, ModelConfig, forward, unembed
+from jaxserve.models import Attend, ModelConfig, RunLayers, forward, unembed
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import SlotState
+from jaxserve.runtime.weights_form import STACK_ACTIVATIONS
 from jaxserve.tables import Bucket
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, TableLayout, sample_fields
+from pallas_kernels.decoder_stack import StackTables, decoder_stack, is_stack
 from pallas_kernels.kv_write import choose_write, write_kv
 from pallas_kernels.paged_attention import paged_attention
 
@@ -52,14 +54,14 @@ class StepOutputs(NamedTuple):
     """What leaves the device.
 
     Attributes:
-      tokens: int32[N], sampled ids of decode rows, then prefill rows.
-      scores: of the sampled tokens, N rows.
+      tokens: int32[N], sampled ids of decode rows, then prefill rows; of a decode loop int32[max steps, B].
+      scores: of the sampled tokens, N rows; None of a decode loop, like the next.
       prompt_scores: of the tokens that follow each prompt position, T rows.
     """
 
     tokens: jax.Array
-    scores: TokenScores
-    prompt_scores: TokenScores
+    scores: TokenScores | None
+    prompt_scores: TokenScores | None
 
 
 def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
@@ -72,22 +74,36 @@ def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
     Returns:
       `step(params, pool, last_token, ints) -> (pool, Forwarded)`, to be jitted with `pool` donated.
     """
-    config, bucket = kv.config, layout.bucket
-    rows = bucket.decode_rows
+    config, rows = kv.config, layout.bucket.decode_rows
 
     def step(params: Any, pool: KVPool, last_token: jax.Array, ints: jax.Array) -> tuple[KVPool, Forwarded]:
         fields = layout.unpack_ints(ints)
-        token_ids = jnp.concatenate([last_token[fields["decode_slot"]], fields["prefill_tokens"]])
-        positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])
-        page_ids, offsets = _write_places(fields, positions, rows, kv.page_size)
-
-        attend = _make_attend(kv, bucket, fields, page_ids, offsets)
-        hidden, pool = forward(config, params, token_ids, positions, attend, pool)
+        hidden, pool = hidden_states(kv, layout.bucket, params, pool, last_token, fields)
         logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
         prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
         return pool, Forwarded(logits, layout.sample_ints(ints), prompt_scores)
 
     return step
+
+
+def hidden_states(
+    kv: PoolLayout, bucket: Bucket, params: Any, pool: KVPool, last_token: jax.Array, fields: dict[str, Any]
+) -> tuple[jax.Array, KVPool]:
+    """Runs the tokens of a step through all layers; their K and V are written.
+
+    Args:
+      fields: of the int32 blob.
+
+    Returns:
+      ([B + T, d], pool): hidden states of decode rows, then prefill tokens.
+    """
+    token_ids = jnp.concatenate([last_token[fields["decode_slot"]], fields["prefill_tokens"]])
+    positions = jnp.concatenate([jnp.maximum(fields["decode_position"], 0), fields["prefill_position"]])
+    page_ids, offsets = _write_places(fields, positions, bucket.decode_rows, kv.page_size)
+    attend = _make_attend(kv, bucket, fields, page_ids, offsets)
+    in_one_call = is_stack(params["layers"])
+    run_layers = _make_run_layers(kv.config, fields, page_ids, offsets) if in_one_call else None
+    return forward(kv.config, params, token_ids, positions, attend, pool, run_layers)
 
 
 def sample_step(
@@ -106,7 +122,7 @@ def sample_step(
     fields = sample_fields(sample_ints, floats)
     tokens = sample(logits, state, fields, masks)
     scores = score(logits, tokens, wants_logprobs(fields))
-    return _remember(state, tokens, fields), tokens, scores
+    return remember(state, tokens, fields), tokens, scores
 
 
 def _make_attend(
@@ -155,6 +171,31 @@ def _make_attend(
     return attend
 
 
+def _make_run_layers(config: ModelConfig, fields: dict[str, Any], page_ids: jax.Array, offsets: jax.Array) -> RunLayers:
+    """All layers in one call, on one CPU device."""
+    own = {name: fields[name] for name in StackTables._fields if name in fields}
+    if not fields["prefill_context"].shape[0]:
+        own["prefill_starts"] = jnp.zeros(1, jnp.int32)
+    tables = StackTables(page_ids=page_ids, offsets=offsets, **own)
+
+    def run_layers(
+        layers: Any, x: jax.Array, rope: tuple[jax.Array, jax.Array], cache: KVPool
+    ) -> tuple[jax.Array, KVPool]:
+        x, pages = decoder_stack(
+            x,
+            layers,
+            cache.pages,
+            rope,
+            tables,
+            sliding_windows=config.sliding_windows,
+            rms_norm_eps=config.rms_norm_eps,
+            activation=STACK_ACTIVATIONS[config.hidden_act],
+        )
+        return x, KVPool(pages, None)
+
+    return run_layers
+
+
 def _write(
     cache: KVPool, layer: jax.Array, k: jax.Array, v: jax.Array, tables: dict[str, Any], rows: int, attention: str
 ) -> KVPool:
@@ -195,7 +236,7 @@ def _sampled_positions(fields: dict[str, Any], rows: int) -> jax.Array:
     return jnp.concatenate([decode, rows + jnp.maximum(fields["prefill_starts"][1:] - 1, 0)])
 
 
-def _remember(state: SlotState, tokens: jax.Array, fields: dict[str, Any]) -> SlotState:
+def remember(state: SlotState, tokens: jax.Array, fields: dict[str, Any]) -> SlotState:
     """Writes sampled tokens to their slots and counts them for rows with penalties."""
     live = (fields["flags"] & FLAG_LIVE) != 0
     slots = jnp.where(live, fields["slot"], state.last_token.shape[0] - 1)

@@ -5,46 +5,94 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig
-from jaxserve.models import ModelConfig, pack_kernels, stack_layers
+from jaxserve.models import ModelConfig, pack_kernels, stack_layers, weights
 from pallas_kernels.common import native
+from pallas_kernels.matmul import can_pack
+from pallas_kernels.paged_attention import choose_implementation
+
+STACK_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""What `decoder_stack` calls each `hidden_act`."""
 
 
-def weights_form(config: EngineConfig, mesh: Mesh) -> str:
-    """ "stacked", "packed" or "plain".
+def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig) -> str:
+    """How weights are kept.
 
-    Unless asked for, layers are not stacked on CPU, where a scan would copy each layer's weights; matrices are packed
-    on one CPU device if numba is installed.
+    Returns:
+      "plain": as loaded.
+      "stacked": stacked over layers, for one compiled layer body. The default on accelerators; on CPU a scan would copy
+        each layer's weights.
+      "packed": matrices packed, for products by `pallas_kernels.matmul`.
+      "packed_stack": packed and stacked, for all layers in one call by `pallas_kernels.decoder_stack`. The default on
+        one CPU device with numba, where the model can have it; else "packed".
 
     Raises:
-      ValueError: packed or quantised matrices are asked for where they cannot be.
-      ImportError: they are asked for without numba.
+      ValueError: an implementation or quantised matrices are asked for where they cannot be.
+      ImportError: they need numba, which is missing.
     """
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     stacked = not on_cpu if config.scan_layers is None else config.scan_layers
-    can_pack = on_cpu and mesh.size == 1 and not stacked and config.dtype in native.NATIVE_DTYPES
+    can_be_native = on_cpu and mesh.size == 1 and not stacked and config.dtype in native.NATIVE_DTYPES
     if config.quantization is not None:
-        if not can_pack or config.matmul_implementation == "xla":
+        if not can_be_native or config.matmul_implementation == "xla":
             raise ValueError(
                 f"quantization {config.quantization} needs one CPU device, unstacked layers, dtype"
                 f" {' or '.join(native.NATIVE_DTYPES)} and matmul_implementation auto or native_cpu; leave it out for"
                 " weights of dtype"
             )
         native.require()
-        return "packed"
-    if config.matmul_implementation == "native_cpu":
-        native.require()
-        if not can_pack:
-            raise ValueError(
-                "matmul_implementation native_cpu needs one CPU device, unstacked layers and dtype"
-                f" {' or '.join(native.NATIVE_DTYPES)}; use xla"
-            )
-        return "packed"
+    asked = [
+        name
+        for name in ("matmul_implementation", "decoder_implementation")
+        if getattr(config, name) == "native_cpu" and (native.require() or not can_be_native)
+    ]
+    if asked:
+        raise ValueError(
+            f"{asked[0]} native_cpu needs one CPU device, unstacked layers and dtype"
+            f" {' or '.join(native.NATIVE_DTYPES)}; use xla"
+        )
     if stacked:
         return "stacked"
-    return "packed" if config.matmul_implementation == "auto" and can_pack and native.is_available() else "plain"
+    if config.matmul_implementation == "xla" or not (can_be_native and native.is_available()):
+        if config.decoder_implementation == "native_cpu":
+            raise ValueError("decoder_implementation native_cpu needs packed weights, not matmul_implementation xla")
+        return "plain"
+    if config.decoder_implementation == "xla" or config.quantization is not None:
+        return "packed"
+    reason = _why_no_stack(config, model_config)
+    if reason and config.decoder_implementation == "native_cpu":
+        raise ValueError(f"decoder_implementation native_cpu: {reason}; use xla")
+    return "packed" if reason else "packed_stack"
+
+
+def _why_no_stack(config: EngineConfig, model_config: ModelConfig) -> str | None:
+    """Why the layers cannot be one call; None: they can."""
+    pool_dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    attention = choose_implementation(config.attention_implementation, "cpu", pool_dtype)
+    if attention != "native_cpu":
+        return f"attention is by {attention}, which is another kernel"
+    if pool_dtype not in native.NATIVE_DTYPES:
+        return f"KV pages of {pool_dtype} are not supported, {' and '.join(native.NATIVE_DTYPES)} are"
+    if model_config.hidden_act not in STACK_ACTIVATIONS:
+        return f"activation {model_config.hidden_act} is not supported, {', '.join(STACK_ACTIVATIONS)} are"
+    for weight in weights(model_config):
+        if (
+            len(weight.shape) == 2
+            and weight.path[0] == "layers"
+            and not can_pack(weight.shape, jnp.dtype(config.dtype))
+        ):
+            return f"{weight.hf_name} is {list(weight.shape)}, which has no packed form"
+    return None
 
 
 def arrange_weights(params: Any, form: str, model_config: ModelConfig, mesh: Mesh, *, consume: bool = False) -> Any:
@@ -53,9 +101,10 @@ def arrange_weights(params: Any, form: str, model_config: ModelConfig, mesh: Mes
     Args:
       consume: its arrays are deleted on the way; not for a tree of shapes.
     """
-    if form == "stacked":
-        return stack_layers(params, consume=consume)
-    if form == "packed":
+    if form in ("packed", "packed_stack"):
         replicated = NamedSharding(mesh, PartitionSpec())
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated), pack_kernels(model_config, params))
-    return params
+        params = pack_kernels(model_config, params)
+        if form == "packed_stack":
+            params = stack_layers(params, consume=consume)
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated), params)
+    return stack_layers(params, consume=consume) if form == "stacked" else params

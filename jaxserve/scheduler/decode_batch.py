@@ -19,6 +19,7 @@ class DecodeBatch:
     Attributes:
       sequences, request_ids, slots: a column each; treat them as read-only, they change in place.
       num_by_tenant: sequences of each tenant that has any.
+      num_bound: sequences that are not free-running (`Request.free_running`).
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class DecodeBatch:
         self.request_ids: list[str] = []
         self.slots: list[int] = []
         self.num_by_tenant: dict[str, int] = {}
+        self.num_bound = 0
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -36,6 +38,7 @@ class DecodeBatch:
         self.sequences.insert(index, sequence)
         self.request_ids.insert(index, sequence.request_id)
         self.slots.insert(index, sequence.slot)
+        self.num_bound += not sequence.request.free_running
         tenant = sequence.request.tenant
         self.num_by_tenant[tenant] = self.num_by_tenant.get(tenant, 0) + 1
 
@@ -45,6 +48,7 @@ class DecodeBatch:
         if index == len(self.sequences) or self.sequences[index] is not sequence:
             return
         del self.sequences[index], self.request_ids[index], self.slots[index]
+        self.num_bound -= not sequence.request.free_running
         tenant = sequence.request.tenant
         self.num_by_tenant[tenant] -= 1
         if not self.num_by_tenant[tenant]:

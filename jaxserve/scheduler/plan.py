@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, overload
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One token for a slot whose prompt is computed.
+    """One token, or several in a row, for a slot whose prompt is computed.
 
     Attributes:
       slot: row of the device's per-slot state; its last sampled token is the input.
       position: write index of that input token; the context is `position + 1` tokens.
+      num_steps: tokens at most, each of which is fed to sample the next.
     """
 
     request_id: str
     slot: int
     position: int
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +36,36 @@ class DecodeRows(Items[DecodeRow]):
 
     A plan has one per slot, in every iteration, and whoever reads them all wants columns: the tables fill
     arrays, the trace lists ids. So the columns are what is stored, and a `DecodeRow` is made for those who
-    ask for one; making them all would cost more than deciding on them.
+    ask for one; making them all would cost more than deciding on them. `num_steps` is empty where each row has one.
     """
 
     request_ids: tuple[str, ...] = ()
     slots: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
+    num_steps: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[DecodeRow]) -> DecodeRows:
         """The same rows, by column."""
         rows = tuple(rows)
+        steps = tuple(row.num_steps for row in rows)
         return cls(
             tuple(row.request_id for row in rows),
             tuple(row.slot for row in rows),
             tuple(row.position for row in rows),
+            steps if any(count > 1 for count in steps) else (),
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens at most, of all rows and steps."""
+        return sum(self.num_steps) if self.num_steps else len(self.request_ids)
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
     def __iter__(self) -> Iterator[DecodeRow]:
-        return map(DecodeRow, self.request_ids, self.slots, self.positions)
+        return map(DecodeRow, self.request_ids, self.slots, self.positions, self.num_steps or repeat(1))
 
     @overload
     def __getitem__(self, index: int) -> DecodeRow: ...
@@ -62,8 +73,9 @@ class DecodeRows(Items[DecodeRow]):
     def __getitem__(self, index: slice) -> DecodeRows: ...
     def __getitem__(self, index: int | slice) -> DecodeRow | DecodeRows:
         if isinstance(index, slice):
-            return DecodeRows(self.request_ids[index], self.slots[index], self.positions[index])
-        return DecodeRow(self.request_ids[index], self.slots[index], self.positions[index])
+            return DecodeRows(self.request_ids[index], self.slots[index], self.positions[index], self.num_steps[index])
+        steps = self.num_steps[index] if self.num_steps else 1
+        return DecodeRow(self.request_ids[index], self.slots[index], self.positions[index], steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +143,8 @@ class StepPlan:
 
     Swaps are in the order in which they were decided. Decode rows and prefill chunks are each in the order in
     which their requests took their slots. An empty plan (no decode row and no chunk) is not dispatched.
-    `iteration` counts dispatched plans from 0.
+    `iteration` counts dispatched plans from 0. `num_steps` is above 1 only where there are no chunks: the device
+    feeds each row's token back so many times at most, until the row's own count or an id that stops it.
     """
 
     iteration: int
@@ -141,6 +154,7 @@ class StepPlan:
     pages: tuple[PageUpdate, ...] = ()
     preempted: tuple[str, ...] = ()
     swaps: tuple[PageSwap, ...] = ()
+    num_steps: int = 1
 
     @property
     def empty(self) -> bool:
@@ -149,7 +163,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this iteration, against the token budget."""
+        """Tokens of this iteration's first step, against the token budget; later steps have no more."""
         return len(self.decode) + sum(len(chunk.token_ids) for chunk in self.prefill)
 
 
@@ -160,11 +174,24 @@ class StepResult:
     Attributes:
       decode_tokens: sampled id per decode row, in plan order.
       prefill_tokens: sampled id per chunk, in plan order; meaningless where the chunk does not emit.
+      decode_runs: of a plan of several steps, instead of `decode_tokens`: per decode row its tokens in order, the one
+        that stopped it being the last; none where the token fed to it had ended its request.
       Logprob data travels beside this (see `jaxserve.runtime.runner.StepOutput`): the scheduler needs none.
     """
 
     decode_tokens: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
+    decode_runs: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that ran: as many as the row with the most tokens has."""
+        return max(map(len, self.decode_runs)) if self.decode_runs else 1
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of all decode rows and steps."""
+        return sum(map(len, self.decode_runs)) if self.decode_runs else len(self.decode_tokens)
 
 
 @dataclass(slots=True)

@@ -55,15 +55,19 @@ class PromptChoice:
     def _budget(self, prompts: Collection[Sequence], num_decode: int) -> int:
         """Prompt tokens of this iteration: what decode rows leave of the budget, and of the step time."""
         budget = self._config.max_num_batched_tokens - num_decode
-        target_s = self._target_s(prompts) if num_decode else None
+        target_s = self.target_s(prompts) if num_decode else None
         if target_s is None:
             return budget
         fitting = self._step_time.prefill_tokens_within(target_s, num_decode)
         # A page's worth at least: prompts go on under any target.
         return budget if fitting is None else min(budget, max(fitting, self._config.page_size))
 
-    def _target_s(self, prompts: Collection[Sequence]) -> float | None:
-        """Seconds the iteration should take at most: the engine's target, or a smaller one of a class that decodes."""
+    def target_s(self, prompts: Collection[Sequence]) -> float | None:
+        """Seconds an iteration should take at most: the engine's target, or a smaller one of a class that decodes.
+
+        Args:
+          prompts: of those with a slot, the ones that do not decode.
+        """
         target_s = self._config.itl_target_s
         if not self._class_targets:
             return target_s

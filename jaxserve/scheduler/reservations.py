@@ -81,6 +81,33 @@ class Reservation:
         self._promise(sequence, 1)
         return True
 
+    def steps_within(self, sequences: Items[Sequence], most: int) -> int:
+        """How many decode steps of all `sequences`, up to `most`, find their pages; each finds those of one.
+
+        Nobody is preempted for them, and no promise to others suffers. O(sequences log most) where pages can run out,
+        else O(1).
+        """
+        left = self._pages.num_available - self.num_promised
+        if left < 0:  # only the worst moment of single steps is known to fit
+            return 1
+        if not self.grows:
+            return most
+        low, high = 1, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            lacking = sum([self._unpromised(sequence, middle) for sequence in sequences])
+            low, high = (middle, high) if lacking <= left else (low, middle - 1)
+        return low
+
+    def cover(self, sequence: Sequence, num_steps: int) -> None:
+        """Promises what `num_steps` decode steps need beyond what is promised; `steps_within` has found it."""
+        self._promise(sequence, self._unpromised(sequence, num_steps))
+
+    def _unpromised(self, sequence: Sequence, num_steps: int) -> int:
+        """Pages that so many decode steps need, at most as many as the sequence has left, and nobody promised."""
+        end = min(sequence.num_scheduled + num_steps, sequence.num_kv_tokens)
+        return max(self._pages_of(end) - len(sequence.pages) - sequence.num_promised_pages, 0)
+
     def take(self, sequence: Sequence, count: int) -> None:
         """`count` promised pages are in the sequence's hands."""
         assert count <= sequence.num_promised_pages, f"{sequence.request_id} takes pages that were not promised"

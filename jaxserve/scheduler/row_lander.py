@@ -47,6 +47,52 @@ class RowLander(Lifecycle, RowPlanner):
         events.num_wasted = len(dropped)
         return events
 
+    def _land_runs(self, flight: Flight, runs: Items[Items[int]], now: float) -> TokenEvents:
+        """Decode rows of several steps came back, each with its tokens. Gives their events."""
+        rows = flight.plan.decode
+        ids: list[str] = []
+        firsts: list[int] = []
+        others: list[Items[int]] = []
+        kept: list[int] = []
+        events = TokenEvents(ids, firsts, kept, later=others)
+        for row, (sequence, run) in enumerate(zip(flight.decode, runs, strict=True)):
+            sequence.num_in_flight -= 1
+            tokens = self._tokens_of(sequence, run) if sequence.finish_reason is None else ()
+            events.num_wasted += len(run) - len(tokens)
+            if tokens:
+                sequence.output_token_ids += tokens
+                self._remember_run(sequence, rows.positions[row] + len(tokens))
+            event = self._settle(sequence, tokens[-1] if tokens else None, "decode", row, now)
+            if event is None:
+                continue
+            has_ended = event.finish_reason is not None
+            assert has_ended or len(run) == rows.num_steps[row], f"{sequence.request_id} brought {len(run)} tokens"
+            ids.append(sequence.request_id)
+            firsts.append(tokens[0])
+            others.append(tokens[1:])
+            kept.append(row)
+            if has_ended:
+                events.ends[row] = event
+        return events
+
+    def _tokens_of(self, sequence: Sequence, run: Items[int]) -> Items[int]:
+        """Those of `run` up to the sequence's end."""
+        num_outputs = len(sequence.output_token_ids)
+        assert run, f"{sequence.request_id} is live and brought no token"
+        if sequence.stop_ids.isdisjoint(run):
+            return run
+        for count, token in enumerate(run, 1):
+            if token in sequence.stop_ids and num_outputs + count > sequence.request.params.min_tokens:
+                return run[:count]
+        return run
+
+    def _remember_run(self, sequence: Sequence, num_written: int) -> None:
+        """The first `num_written` tokens of a live sequence are in its pages, before it may end and give them back."""
+        if not self.config.enable_prefix_caching or sequence.restarted or sequence.host_pages:
+            return
+        if num_written // self.config.page_size > sequence.num_named_pages:
+            self._remember_pages(sequence, num_written)
+
     def _land_prefill(self, flight: Flight, tokens: Items[int], now: float, events: TokenEvents) -> None:
         """Chunks came back, each with a token that counts if the chunk emits. Adds their events."""
         rows = zip(flight.plan.prefill, flight.prefill, tokens, strict=True)

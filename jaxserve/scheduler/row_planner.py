@@ -56,6 +56,36 @@ class RowPlanner(SchedulerState):
             self._vacate(sequence)
         return rows, last_rows
 
+    def _decode_runs(self, num_steps: int, pages: list[PageUpdate]) -> tuple[DecodeRows, list[int]]:
+        """`_decode_rows` of a plan of several steps; each row has as many of them as its sequence has left."""
+        batch = self._decoding
+        positions: list[int] = []
+        steps: list[int] = []
+        ending: list[Sequence] = []
+        for sequence in batch.sequences:
+            position = sequence.num_scheduled
+            count = min(num_steps, sequence.num_kv_tokens - position)
+            positions.append(position)
+            steps.append(count)
+            self._reservation.cover(sequence, count)
+            sequence.num_in_flight += 1
+            sequence.num_scheduled = position + count
+            lacking = -(-sequence.num_scheduled // self.config.page_size) - len(sequence.pages)
+            if lacking > 0:
+                self._take_pages(sequence, lacking, pages)
+            if sequence.fully_scheduled:
+                ending.append(sequence)
+        if self._order.counters is not None:
+            charged: dict[str, int] = {}
+            for sequence, count in zip(batch.sequences, steps, strict=True):
+                charged[sequence.request.tenant] = charged.get(sequence.request.tenant, 0) + count
+            self._order.counters.charge_outputs(charged)
+        rows = DecodeRows(tuple(batch.request_ids), tuple(batch.slots), tuple(positions), tuple(steps))
+        last_rows = [batch.index(sequence) for sequence in ending]
+        for sequence in ending:
+            self._vacate(sequence)
+        return rows, last_rows
+
     def _chunk(self, sequence: Sequence, size: int, pages: list[PageUpdate], now: float) -> PrefillChunk:
         """Its next `size` prompt tokens."""
         start, end = sequence.num_scheduled, sequence.num_scheduled + size

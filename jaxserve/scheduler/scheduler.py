@@ -40,6 +40,11 @@ Order of one iteration
 7. The rest of the token budget, or of the step time, goes to prompts in promotion order, at most
    `prefill_chunk` each and `max_prefill_seqs` of them.
 8. A prompt that ends emits its first token in that iteration; the finished leave when it is updated.
+9. A plan has one decode step. It has several, up to `max_decode_steps`, only where no prompt is left to
+   compute, nobody waits, unless for a slot that no step but the last is known to free, every row can go on
+   without the host (`Request.free_running`), pages for all of them are there, and an arrival loses no more
+   than `max_arrival_delay_s` to them: the device then feeds each row's tokens back itself, and stops a row at
+   its own length or at an id that ends it.
 
 Steps in flight
 ---------------
@@ -59,6 +64,7 @@ What may never happen
 - A page of two owners that the prefix cache did not join, or page 0 owned; more pages promised than there are.
 - A request left waiting for ever: every step either gives the front a slot or brings a holder nearer its end,
   and between two preemptions a request gains a token.
+- A plan of several steps while somebody waits; a token of it beyond its request's end.
 - A queue beyond a bound (those who lost their pages may come back to a full one, but live requests never
   exceed slots and bound together); a live request in no state or in two.
 - offered ≠ completed + rejected + expired + aborted + failed + live.
@@ -78,6 +84,7 @@ from jaxserve.scheduler.prompt_choice import PromptChoice
 from jaxserve.scheduler.row_lander import RowLander
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight
+from jaxserve.scheduler.step_choice import StepChoice
 from jaxserve.scheduler.token_events import TokenEvents
 from jaxserve.scheduler.trace import TraceRecorder
 from jaxserve.scheduler.waits_for import WaitsFor
@@ -95,6 +102,7 @@ class Scheduler(RowLander):
     def __init__(self, config: SchedulerConfig, trace: Callable[[dict[str, Any]], None] | None = None) -> None:
         super().__init__(config)
         self._prompts = PromptChoice(config, self._step_time, self._num_slots_held)
+        self._step_choice = StepChoice(config, self._step_time)
         self._updated_at = -math.inf
         if trace:
             self._trace = TraceRecorder(self, trace)
@@ -134,7 +142,8 @@ class Scheduler(RowLander):
             self._decoding.leave(sequence)
         decoding = self._decoding.sequences.copy()
         chosen = self._prompts.choose(self._prefilling.values(), len(decoding)) if self._prefilling else []
-        rows, last_rows = self._decode_rows(pages)
+        num_steps = 1 if starved else self._num_steps(waits_for)
+        rows, last_rows = self._decode_rows(pages) if num_steps == 1 else self._decode_runs(num_steps, pages)
         chunks = [self._chunk(sequence, size, pages, now) for sequence, size in chosen]
         for sequence in starved:
             self._decoding.join(sequence)
@@ -146,6 +155,7 @@ class Scheduler(RowLander):
             pages=tuple(pages),
             preempted=tuple(self._preempted),
             swaps=tuple(self._swaps),
+            num_steps=num_steps,
         )
         if not plan.empty:
             self._in_flight.append(
@@ -170,26 +180,50 @@ class Scheduler(RowLander):
         assert flight.plan.iteration == plan.iteration, (
             f"plan {plan.iteration} is updated before plan {flight.plan.iteration}"
         )
-        num_prefill = plan.num_tokens - len(plan.decode)
-        num_swapped = sum(len(swap.page_ids) for swap in plan.swaps)
-        seconds = now - max(flight.now, self._updated_at)
-        self._step_time.observe(len(plan.decode), num_prefill, seconds, num_swapped)
+        self._observe_step_time(flight, result, now)
         self._updated_at = now
         if self.config.enable_prefix_caching:
             self._remember_written(flight)
-        events = self._land_decode(flight, result.decode_tokens, now)
+        if plan.num_steps == 1:
+            events = self._land_decode(flight, result.decode_tokens, now)
+        else:
+            events = self._land_runs(flight, result.decode_runs, now)
         self._land_prefill(flight, result.prefill_tokens, now, events)
         self.counters.wasted_rows += events.num_wasted
         if self._trace:
-            self._trace.iteration(flight, bucket)
+            self._trace.iteration(flight, result, bucket)
         return events
+
+    def _observe_step_time(self, flight: Flight, result: StepResult, now: float) -> None:
+        plan, num_steps = flight.plan, result.num_steps
+        if not num_steps:  # every row had ended before it began
+            return
+        seconds = (now - max(flight.now, self._updated_at)) / num_steps
+        num_prefill = plan.num_tokens - len(plan.decode)
+        num_swapped = sum(len(swap.page_ids) for swap in plan.swaps)
+        num_rows = len(plan.decode) if plan.num_steps == 1 else result.num_decode_tokens / num_steps
+        self._step_time.observe(num_rows, num_prefill, seconds, num_swapped)
 
     def flush_trace(self) -> None:
         """Records arrivals and ends since the last iteration, which otherwise wait for the next one."""
         if self._trace:
             self._trace.flush()
 
-    # Promotion and pages
+    # Steps, promotion and pages
+
+    def _num_steps(self, waits_for: WaitsFor | None) -> int:
+        """Decode steps of the plan that is being made; see rule 9."""
+        batch = self._decoding
+        if not self._step_choice.may_run_several or not len(batch) or batch.num_bound:
+            return 1
+        if self._prefilling or waits_for not in (None, WaitsFor.SLOT) or self._swaps:
+            return 1
+        most = self._step_choice.most(len(batch), self._prompts.target_s(()))
+        if most > 1:
+            left = [each.num_kv_tokens - each.num_scheduled for each in batch.sequences]
+            # A slot that somebody waits for is to be free as soon as it would be.
+            most = min(most, min(left) if waits_for is WaitsFor.SLOT else max(left))
+        return self._reservation.steps_within(batch.sequences, most) if most > 1 else 1
 
     def _promote(self, now: float) -> WaitsFor | None:
         """Gives free slots to the queue's front for as long as it fits.

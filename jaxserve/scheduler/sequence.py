@@ -1,8 +1,8 @@
 """Sequence: the scheduler's mutable record of one request.
 
 All progress is one number: `num_scheduled`, the tokens whose K/V some plan has been told to write. It
-starts at 0, grows by a chunk or by one per plan, and the request needs no more plans when it reaches
-`num_kv_tokens`. Whether a row decodes, where it writes and which pages it lacks follow from it.
+starts at 0, grows per plan by a chunk or by decode steps, mostly one, and the request needs no more plans
+when it reaches `num_kv_tokens`. Whether a row decodes, where it writes and which pages it lacks follow from it.
 """
 
 from __future__ import annotations

@@ -233,7 +233,8 @@ class SchedulerState:
     def _remember_written(self, flight: Flight) -> None:
         """A step came back: what it wrote can be shared from now on."""
         size = self.config.page_size
-        rows = zip(flight.decode, flight.plan.decode.positions, strict=True)
+        # Tokens of several steps are not known yet: `RowLander` remembers them one by one.
+        rows = zip(flight.decode, flight.plan.decode.positions, strict=True) if flight.plan.num_steps == 1 else ()
         # A decode row can fill a page only by the page's last token.
         written = [(sequence, position + 1) for sequence, position in rows if not (position + 1) % size]
         written += [(sequence, chunk.end) for sequence, chunk in zip(flight.prefill, flight.plan.prefill, strict=True)]

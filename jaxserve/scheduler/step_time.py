@@ -24,8 +24,11 @@ class StepTimeModel:
         self._swap_page_s: float | None = None
         self.fastest_s = 0.0
 
-    def observe(self, num_decode: int, num_prefill: int, seconds: float, num_swapped: int = 0) -> None:
-        """An iteration with so many decode rows, prompt tokens and swapped pages took `seconds`."""
+    def observe(self, num_decode: float, num_prefill: int, seconds: float, num_swapped: int = 0) -> None:
+        """A step with so many decode rows, prompt tokens and swapped pages took `seconds`.
+
+        Of an iteration of several steps it is the mean one, with the rows it had in the mean.
+        """
         if seconds <= 0.0:
             return
         if num_swapped:
@@ -51,10 +54,14 @@ class StepTimeModel:
         self._num_steps += 1
         self.fastest_s = seconds if self._num_steps == 1 else min(self.fastest_s, seconds)
 
-    def predict(self, num_decode: int, num_prefill: int) -> float:
+    def predict(self, num_decode: float, num_prefill: int) -> float:
         """Seconds of an iteration; 0.0 before the first was measured."""
         a, b, c = self._weights
         return a + b * num_decode + c * num_prefill
+
+    def decode_s(self, num_rows: int) -> float | None:
+        """Seconds of a step of decode rows alone, above 0; None while too little was measured to say."""
+        return None if self._num_steps < self.MIN_STEPS else max(self.predict(num_rows, 0), self.fastest_s)
 
     def prefill_s(self, num_tokens: int) -> float | None:
         """Seconds that so many prompt tokens add to iterations; None while too little was measured to say."""

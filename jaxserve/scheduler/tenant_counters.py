@@ -54,7 +54,7 @@ class TenantCounters:
         self.floor = max(self.floor, self[tenant])
 
     def charge_outputs(self, num_by_tenant: Mapping[str, int]) -> None:
-        """So many decode rows of live requests of each tenant are in a plan."""
+        """So many tokens of decode rows of live requests of each tenant are in a plan."""
         weight = self._output_weight
         for tenant, count in num_by_tenant.items():
             service = self._service[tenant]

@@ -8,6 +8,8 @@ holds lengths, never tokens or texts. Keys:
 |---|---|
 | iteration, now | number of the plan; instant it was made |
 | decode, prefill, prefill_emitted | ids; [id, tokens] pairs; ids whose prompt ended with a token |
+| decode_steps | decode steps of the plan; only where plans may have several, like the next |
+| decode_tokens | tokens that each row of `decode` brought; its request's end may be before the steps' |
 | preempted | ids that lost their slot since the plan before |
 | swapped_out, swapped_in | [id, pages] pairs of the plan, in order; only with a host pool, like the next |
 | host_pages_free | of the host pool, after the iteration |
@@ -39,6 +41,8 @@ With a prefix cache three keys more say which pages are alike, by numbers (`page
 that ends a request, numbers, for the pages filled since. An "add" also has `scores`: it wants its prompt
 scored and therefore computed, so it shares none.
 
+Where plans may have several steps (`max_decode_steps`), an "add" has `free_running`: no token of it waits for the host.
+
 Calls in their order
 --------------------
 Plan k was made at its record's `now`, which `in_flight` of records before may already tell; it was made
@@ -64,14 +68,16 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection
 from jaxserve.scheduler.page_ordinals import PageOrdinals
-from jaxserve.scheduler.plan import StepPlan
+from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
     from jaxserve.scheduler.scheduler import Scheduler
     from jaxserve.scheduler.state import Flight
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+READABLE_VERSIONS = (3, SCHEMA_VERSION)
+"""A trace of version 3 is one in which no iteration has several steps."""
 MAX_EVENTS = 256
 """So many events without an iteration make a record; what came of one call is in one record all the same."""
 
@@ -119,6 +125,8 @@ class TraceRecorder:
         if self._ordinals and rejection is None:
             details["scores"] = request.params.prompt_logprobs is not None
             details["pages"] = self._ordinals.new_of(sequence)
+        if self._scheduler.config.max_decode_steps > 1:
+            details["free_running"] = request.free_running
         if num_together > 1:
             details["together"] = num_together
         self._event(
@@ -163,8 +171,8 @@ class TraceRecorder:
         if reason is not FinishReason.DISPLACED:
             self._flush_if_full()
 
-    def iteration(self, flight: Flight, bucket: Any) -> None:
-        """A plan was updated: its record is complete."""
+    def iteration(self, flight: Flight, result: StepResult, bucket: Any) -> None:
+        """A plan was updated by what the device answered: its record is complete."""
         scheduler, plan = self._scheduler, flight.plan
         self._num_updated += 1
         self._sink(
@@ -172,6 +180,7 @@ class TraceRecorder:
                 "iteration": plan.iteration,
                 "now": flight.now,
                 "decode": list(plan.decode.request_ids),
+                **self._steps(plan, result),
                 "prefill": [[chunk.request_id, len(chunk.token_ids)] for chunk in plan.prefill],
                 "prefill_emitted": [chunk.request_id for chunk in plan.prefill if chunk.emits],
                 "preempted": list(plan.preempted),
@@ -208,6 +217,12 @@ class TraceRecorder:
     def _flush_if_full(self) -> None:
         if len(self._events) >= MAX_EVENTS:
             self.flush()
+
+    def _steps(self, plan: StepPlan, result: StepResult) -> dict[str, Any]:
+        if self._scheduler.config.max_decode_steps == 1:
+            return {}
+        counts = [1] * len(plan.decode) if plan.num_steps == 1 else [len(run) for run in result.decode_runs]
+        return {"decode_steps": plan.num_steps, "decode_tokens": counts}
 
     def _swapping(self, plan: StepPlan) -> dict[str, Any]:
         scheduler = self._scheduler

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.core import FinishReason
-from jaxserve.scheduler.trace import SCHEMA_VERSION
+from jaxserve.scheduler.trace import READABLE_VERSIONS
 from jaxserve.scheduler.trace_fields import TraceFields
 from jaxserve.scheduler.waits_for import WaitsFor
 
@@ -52,6 +52,7 @@ class AddEvent(TraceEvent):
     Attributes:
       outcome: "slot", "queue" or the rejection's reason.
       scores: it shares no cached pages.
+      free_running: no token of it waits for the host.
       num_together: arrivals of one call, of which this is the first; the others follow it and say 1.
     """
 
@@ -63,6 +64,7 @@ class AddEvent(TraceEvent):
     deadline_at: float | None
     outcome: str
     scores: bool
+    free_running: bool = False
     num_together: int = 1
 
     @property
@@ -117,11 +119,16 @@ class EventsRecord:
 
 @dataclass(frozen=True, slots=True)
 class IterationRecord(EventsRecord):
-    """One iteration; the keys are those of `jaxserve.scheduler.trace`."""
+    """One iteration; the keys are those of `jaxserve.scheduler.trace`.
+
+    `decode_tokens` has a count per decode row, 1 where the trace does not tell.
+    """
 
     iteration: int
     now: float
     decode: tuple[str, ...]
+    decode_steps: int
+    decode_tokens: tuple[int, ...]
     prefill: tuple[tuple[str, int], ...]
     prefill_emitted: tuple[str, ...]
     preempted: tuple[str, ...]
@@ -198,9 +205,10 @@ def _header(line: TraceFields) -> TraceHeader:
     if line.data.get("kind") != "header":
         line.wrong("kind", '"header": a trace begins with one')
     version = line.integer("schema_version")
-    if version != SCHEMA_VERSION:
+    if version not in READABLE_VERSIONS:
+        readable = " and ".join(map(str, READABLE_VERSIONS))
         raise ValueError(
-            f"{line.where}: schema_version is {version}; this version of jaxserve reads {SCHEMA_VERSION};"
+            f"{line.where}: schema_version is {version}; this version of jaxserve reads {readable};"
             " use the version that recorded it"
         )
     settings = line.data.get("config")
@@ -236,11 +244,14 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
     }
     if kind == "events":
         return EventsRecord(**common)
+    decode = line.ids("decode")
     return IterationRecord(
         **common,
         iteration=num_updated,
         now=line.instant("now"),
-        decode=line.ids("decode"),
+        decode=decode,
+        decode_steps=line.integer("decode_steps", 1) if "decode_steps" in line.data else 1,
+        decode_tokens=_decode_tokens(line, len(decode)),
         prefill=line.chunks("prefill"),
         prefill_emitted=line.ids("prefill_emitted"),
         preempted=line.ids("preempted"),
@@ -255,6 +266,15 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
         preempted_next=line.ids("preempted_next"),
         named=line.named() if "named" in line.data else (),
     )
+
+
+def _decode_tokens(line: TraceFields, num_rows: int) -> tuple[int, ...]:
+    if "decode_tokens" not in line.data:
+        return (1,) * num_rows
+    counts = line.numbers("decode_tokens")
+    if len(counts) != num_rows or min(counts, default=0) < 0:
+        line.wrong("decode_tokens", f"a count of at least 0 for each of {num_rows} decode rows")
+    return counts
 
 
 def _waits_for(line: TraceFields) -> WaitsFor | None:
@@ -293,6 +313,7 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
                 deadline_at=event.instant_or_null("deadline_at"),
                 outcome=event.text("outcome"),
                 scores=event.flag("scores") if "scores" in event.data else False,
+                free_running=event.flag("free_running") if "free_running" in event.data else False,
                 num_together=event.integer("together", 2) if "together" in event.data else 1,
             )
         case "abort":

@@ -95,6 +95,8 @@ def _shown_iteration(view: IterationView, now: float) -> dict[str, Any]:
         "duration_s": view.ended_at - view.began_at,
         "bucket": view.bucket,
         "decode": view.decode_slots,
+        "steps": view.num_steps,
+        "decode_tokens": view.num_decode_tokens,
         "prefill": [(chunk.slot, chunk.num_tokens) for chunk in view.prefill],
         "num_preempted": len(view.preempted),
         "num_requests_waiting": view.num_waiting,

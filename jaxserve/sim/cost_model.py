@@ -1,6 +1,6 @@
 """Cost models: how long an iteration takes, from what its plan makes the device do.
 
-A model sees seven numbers of a plan and nothing else, so the same model serves every scheduler setting
+A model sees eight numbers of a plan and nothing else, so the same model serves every scheduler setting
 and can be fitted to the trace of a real engine (`tools/fit_cost_model`).
 """
 
@@ -26,6 +26,7 @@ class StepFeatures:
       prefill_context: K/V tokens the chunks read, each chunk's once: its end position.
       emitted: positions that sample a token.
       swapped_pages: copied to the host or back.
+      dispatches: 1; 0 of the second and later of several decode steps, which the host has no part in.
     """
 
     decode_rows: int = 0
@@ -35,10 +36,32 @@ class StepFeatures:
     prefill_context: int = 0
     emitted: int = 0
     swapped_pages: int = 0
+    dispatches: int = 1
+
+
+def plan_s(cost_model: CostModel, plan: StepPlan, decode_tokens: tuple[int, ...]) -> tuple[float, int]:
+    """Seconds of a plan, and its steps that run.
+
+    Args:
+      decode_tokens: that each row of a plan of several steps brings; the last row to end ends it.
+    """
+    if plan.num_steps == 1:
+        return cost_model.step_s(features_of(plan)), 1
+    num_steps = max(*decode_tokens, 1)
+    return sum(cost_model.step_s(_decode_step(plan, decode_tokens, step)) for step in range(num_steps)), num_steps
+
+
+def _decode_step(plan: StepPlan, decode_tokens: tuple[int, ...], step: int) -> StepFeatures:
+    """What one of several decode steps makes the device do; one that no row has a part in is the first."""
+    pairs = zip(plan.decode.positions, decode_tokens, strict=True)
+    contexts = [position + step + 1 for position, count in pairs if count > step] or [1]
+    return StepFeatures(
+        decode_rows=len(contexts), decode_context=sum(contexts), emitted=len(contexts), dispatches=int(step == 0)
+    )
 
 
 def features_of(plan: StepPlan) -> StepFeatures:
-    """What a plan makes the device do."""
+    """What a plan makes the device do in its first step."""
     tokens = attention = context = emitted = 0
     for chunk in plan.prefill:
         count = len(chunk.token_ids)
@@ -60,7 +83,7 @@ def features_of(plan: StepPlan) -> StepFeatures:
 
 
 class CostModel(Protocol):
-    """Seconds of an iteration."""
+    """Seconds of an iteration's step; of several decode steps, of each."""
 
     def step_s(self, features: StepFeatures) -> float:
         """Above 0."""
@@ -70,7 +93,7 @@ class CostModel(Protocol):
 
 
 class UnitCost:
-    """Every iteration takes 1 s: time is the number of iterations."""
+    """Every step takes 1 s: time is the number of steps."""
 
     def step_s(self, features: StepFeatures) -> float:
         """1.0."""
@@ -78,7 +101,7 @@ class UnitCost:
 
     def explain(self, features: StepFeatures) -> list[str]:
         """One line."""
-        return ["unit: every iteration takes 1 s"]
+        return ["unit: every step takes 1 s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +109,13 @@ class LinearCost:
     """constant + coefficients x features, seconds.
 
     Attributes:
-      constant_s: of any iteration.
+      constant_s: of any step.
       decode_row_s: per decode row.
       kv_token_s: per K/V token that decode rows read.
       prefill_token_s: per prompt token.
       prefill_attention_s: per token attended to by a prompt token.
       swapped_page_s: per page copied to the host or back.
+      dispatch_s: of any iteration, however many decode steps it has: what the host takes.
     """
 
     constant_s: float
@@ -100,12 +124,13 @@ class LinearCost:
     prefill_token_s: float
     prefill_attention_s: float
     swapped_page_s: float = 0.0
+    dispatch_s: float = 0.0
 
     @classmethod
     def from_file(cls, path: str | Path) -> LinearCost:
         """Coefficients from a JSON object with the attributes' names.
 
-        `swapped_page_s` may be missing; `fit`, if there, is not read.
+        `swapped_page_s` and `dispatch_s` may be missing; `fit`, if there, is not read.
 
         Raises:
           ValueError: naming the field and the rule.
@@ -133,6 +158,7 @@ class LinearCost:
             + self.prefill_token_s * features.prefill_tokens
             + self.prefill_attention_s * features.prefill_attention
             + self.swapped_page_s * features.swapped_pages
+            + self.dispatch_s * features.dispatches
         )
 
     def explain(self, features: StepFeatures) -> list[str]:
@@ -144,6 +170,7 @@ class LinearCost:
             ("prefill tokens", self.prefill_token_s, features.prefill_tokens),
             ("prefill attention", self.prefill_attention_s, features.prefill_attention),
             ("swapped pages", self.swapped_page_s, features.swapped_pages),
+            ("dispatches", self.dispatch_s, features.dispatches),
         )
         lines = [f"{name}: {factor:.3e} s x {count} = {factor * count:.3e} s" for name, factor, count in terms]
         return [*lines, f"sum: {self.step_s(features):.3e} s"]

@@ -7,6 +7,7 @@
 | ttft_queueing | the slowest first tokens spent their time in the queue |
 | ttft_prefill | the slowest first tokens spent their time in prefill |
 | itl_decode_batch, itl_prefill, itl_preemption | most requests see a long gap, by what made it long |
+| itl_steps | tokens come several at a time, as iterations have several decode steps |
 | itl_tail | a long tail of gaps whose cause the source does not tell |
 | long_outputs | TTFT is stable, end-to-end time has a long tail, and so have the outputs |
 | rejections | refused or expired requests |
@@ -27,6 +28,8 @@ _SHARE_OF_REQUESTS = 0.01
 _SHARE_OF_STALLS = 0.3
 _MAJORITY = 0.5
 _FULL = 0.9
+_SEVERAL_STEPS = 1.25
+"""Decode steps of an iteration, in the mean, from which on they show in the gaps between tokens."""
 _PAGE_FLAGS = ("memory_fraction", "num_pages", "reservation")
 _REJECTION_FLAGS = {
     "queue_full_requests": ("max_queue_requests", "max_num_seqs"),
@@ -185,6 +188,19 @@ def itl_preemption(summary: TraceSummary) -> Diagnosis | None:
     )
 
 
+def itl_steps(summary: TraceSummary) -> Diagnosis | None:
+    """Tokens that come several at a time; of a server, wherever iterations have several steps and gaps are long."""
+    says = "Tokens come several at a time, as one dispatch has several decode steps."
+    flags = ("max_decode_steps", "max_arrival_delay_s")
+    advice = "Fewer steps spread the same tokens evenly, at the price of more work for the host."
+    if summary.stall_causes is not None:
+        return _stall(summary, "steps", "itl_steps", says, {}, flags, advice)
+    itl, steps = summary.itl_s, summary.decode_steps
+    if itl is None or steps is None or steps < _SEVERAL_STEPS or not _long(itl):
+        return None
+    return Diagnosis("itl_steps", says, {**_tail("itl", itl), "decode_steps": steps}, flags, advice)
+
+
 def itl_tail(summary: TraceSummary) -> Diagnosis | None:
     """Long gaps, and no telling why."""
     itl, causes = summary.itl_s, summary.stall_causes
@@ -198,7 +214,7 @@ def itl_tail(summary: TraceSummary) -> Diagnosis | None:
             (),
             "Something outside the scheduler took the time: look for other load on the host or the device.",
         )
-    if itl is None or not _long(itl):
+    if itl is None or not _long(itl) or itl_steps(summary) is not None:
         return None
     return Diagnosis(
         "itl_tail",
@@ -253,6 +269,7 @@ CHECKS: tuple[Callable[[TraceSummary], Diagnosis | None], ...] = (
     itl_decode_batch,
     itl_prefill,
     itl_preemption,
+    itl_steps,
     itl_tail,
     long_outputs,
     rejections,
@@ -275,7 +292,7 @@ def _stall(
     advice: str,
 ) -> Diagnosis | None:
     """The diagnosis, if requests see long gaps and enough of those have this cause."""
-    itl, stall, causes = summary.itl_s, summary.stall_s, summary.stall_causes
+    itl, stall, causes = summary.pace_s or summary.itl_s, summary.stall_s, summary.stall_causes
     if itl is None or stall is None or causes is None:
         return None
     if stall.p95 <= TAIL * itl.p50 or causes[cause] < _SHARE_OF_STALLS:

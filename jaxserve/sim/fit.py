@@ -56,7 +56,8 @@ def trace_samples(path: str | Path) -> tuple[Matrix, Matrix]:
     """The usable iterations of a trace.
 
     Returns:
-      float64[n, 6]: 1, decode rows, K/V tokens read, prefill tokens, prefill attention, swapped pages;
+      float64[n, 7]: steps, decode rows and K/V tokens read of all of them, prefill tokens, prefill attention,
+      swapped pages, 1;
       float64[n]: durations, seconds.
 
     Raises:
@@ -92,10 +93,12 @@ def fit(samples: Matrix, durations: Matrix) -> Fit:
 
 
 def _medians(samples: Matrix, durations: Matrix) -> Matrix:
-    """The first step: least absolute residuals, coefficients at least 0; float64[6]."""
+    """The first step: least absolute residuals, coefficients at least 0; float64[7]."""
     # A column of one order of magnitude with the others; one that never occurs keeps the coefficient 0.
     scale = np.abs(samples).max(axis=0)
     used = [index for index in range(samples.shape[1]) if scale[index] > 0.0]
+    if (samples[:, 0] == samples[:, -1]).all():  # no iteration has several steps: what is whose cannot be told
+        used.remove(samples.shape[1] - 1)
     while used:
         columns = samples[:, used] / scale[used]
         solution = _least_absolute(columns, durations)
@@ -187,15 +190,19 @@ def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
 
 def _work(record: dict[str, Any], prompts: dict[str, int], written: dict[str, int]) -> tuple[float, ...]:
     tokens = attention = context = 0
-    for request_id in record["decode"]:
-        written[request_id] = max(written[request_id], prompts[request_id]) + 1
-        context += written[request_id]
+    counts = record.get("decode_tokens") or [1] * len(record["decode"])
+    for request_id, count in zip(record["decode"], counts, strict=True):
+        before = max(written[request_id], prompts[request_id])
+        written[request_id] = before + count
+        context += before * count + count * (count + 1) // 2
     for request_id, count in record["prefill"]:
         tokens += count
         attention += written[request_id] * count + count * (count + 1) // 2
         written[request_id] += count
     swapped = sum(pages for _, pages in (*record.get("swapped_out", ()), *record.get("swapped_in", ())))
-    return tuple(map(float, (1, len(record["decode"]), context, tokens, attention, swapped)))
+    # Where every row had ended before it began, no step ran.
+    steps = max(counts, default=1) if record.get("decode_steps", 1) > 1 else 1
+    return tuple(map(float, (steps, sum(counts), context, tokens, attention, swapped, 1)))
 
 
 def _least_absolute(columns: Matrix, durations: Matrix) -> Matrix:

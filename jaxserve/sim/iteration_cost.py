@@ -27,7 +27,7 @@ class CostFit:
         self._means = [0.0, 0.0, 0.0]  # rows, tokens, seconds
         self._products = [[0.0] * 3 for _ in range(3)]  # sums of products of deviations from the means
 
-    def add(self, num_rows: int, num_tokens: int, duration_s: float) -> None:
+    def add(self, num_rows: float, num_tokens: int, duration_s: float) -> None:
         """One iteration."""
         self._count += 1
         values = (float(num_rows), float(num_tokens), duration_s)

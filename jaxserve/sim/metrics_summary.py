@@ -22,6 +22,7 @@ def summary_of_metrics(text: str, source: str) -> TraceSummary:
     ended = samples.by_label("request_success_total", "finished_reason")
     rejected = samples.by_label("requests_rejected_total", "reason")
     ttft, queue = samples.spread("time_to_first_token_seconds"), samples.spread("request_queue_time_seconds")
+    num_decoding = samples.total("iteration_decode_steps_count")
     live = int(samples.total("num_requests_running") + samples.total("num_requests_waiting"))
     return TraceSummary(
         source=source,
@@ -41,6 +42,7 @@ def summary_of_metrics(text: str, source: str) -> TraceSummary:
         itl_s=samples.spread("inter_token_latency_seconds"),
         e2e_s=samples.spread("e2e_request_latency_seconds"),
         output_tokens=samples.spread("request_generation_tokens"),
+        decode_steps=samples.total("iteration_decode_steps_sum") / num_decoding if num_decoding else None,
         waiting=int(samples.total("num_requests_waiting")),
         kv_usage=samples.total("kv_cache_usage_perc"),
     )

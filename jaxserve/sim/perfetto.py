@@ -77,8 +77,9 @@ class PerfettoFile:
             self.instant("preempted", view.preempted_at, {"request": request_id})
         for slot in view.placed:
             self._end(slot)
-        for slot, request_id in zip(view.decode_slots, view.decode_ids, strict=True):
-            self._hold(slot, request_id, "decode", 1, view)
+        tokens = view.decode_tokens or (1,) * len(view.decode_ids)
+        for slot, request_id, num_tokens in zip(view.decode_slots, view.decode_ids, tokens, strict=True):
+            self._hold(slot, request_id, "decode", num_tokens, view)
         for chunk in view.prefill:
             self._hold(chunk.slot, chunk.request_id, "prefill", chunk.num_tokens, view)
 
@@ -94,9 +95,11 @@ class PerfettoFile:
         self._file.write("\n]}\n")
 
     def _step(self, view: IterationView) -> None:
-        numbers = {"iteration": view.iteration, "bucket": view.bucket}
+        numbers: dict[str, Any] = {"iteration": view.iteration, "bucket": view.bucket}
+        if view.decode_tokens:
+            numbers["decode_steps"] = view.num_steps
         self._complete(_ENGINE_TRACK, "step", "iteration", view.began_at, view.ended_at, numbers)
-        self._counter("tokens", view.began_at, decode=len(view.decode_ids), prefill=view.num_prefill_tokens)
+        self._counter("tokens", view.began_at, decode=view.num_decode_tokens, prefill=view.num_prefill_tokens)
         self._counter("queue", view.ended_at, requests=view.num_waiting)
         self._counter("pages", view.ended_at, owned=view.pages_owned, cached=view.pages_cached, free=view.pages_free)
 
@@ -199,6 +202,7 @@ def _view(record: IterationRecord, plan: StepPlan, span: Span) -> IterationView:
         pages_free=record.pages_free,
         pages_cached=record.pages_cached,
         pages_owned=record.pages_owned,
+        decode_tokens=record.decode_tokens if plan.num_steps > 1 else (),
     )
 
 

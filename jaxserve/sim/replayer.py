@@ -201,15 +201,35 @@ class Replayer:
 
     def _update(self, record: IterationRecord) -> None:
         plan = self.landed = self._in_flight.popleft()
+        result = self._runs(plan, record) if plan.num_steps > 1 else self._tokens_of(plan, record)
+        self._scheduler.update(plan, result, record.updated_at, bucket=record.data.get("bucket"))
+        self._num_updated += 1
+
+    def _tokens_of(self, plan: StepPlan, record: IterationRecord) -> StepResult:
         ending = frozenset(record.completed_in_update)
         ends = [
             (name, position + 1) for name, position in zip(plan.decode.request_ids, plan.decode.positions, strict=True)
         ]
         ends += [(chunk.request_id, chunk.start + len(chunk.token_ids)) for chunk in plan.prefill]
         tokens = [STOP if name in ending else self._tokens.at(name, index) for name, index in ends]
-        result = StepResult(tuple(tokens[: len(plan.decode)]), tuple(tokens[len(plan.decode) :]))
-        self._scheduler.update(plan, result, record.updated_at, bucket=record.data.get("bucket"))
-        self._num_updated += 1
+        return StepResult(tuple(tokens[: len(plan.decode)]), tuple(tokens[len(plan.decode) :]))
+
+    def _runs(self, plan: StepPlan, record: IterationRecord) -> StepResult:
+        """As many tokens of each row as were recorded; where the trace cannot be true, as many as were planned."""
+        ending = frozenset(record.completed_in_update)
+        counts = record.decode_tokens if len(record.decode_tokens) == len(plan.decode) else plan.decode.num_steps
+        # Whoever has ended meanwhile may have brought fewer; so may one that ends now. Everybody else is complete.
+        sequences = self._scheduler._in_flight[0].decode
+        runs = []
+        for row, sequence, recorded in zip(plan.decode, sequences, counts, strict=True):
+            count = min(recorded, row.num_steps)
+            ends_now = row.request_id in ending and sequence.finish_reason is None
+            if sequence.finish_reason is None:
+                count = max(count, 1) if ends_now else row.num_steps
+            first = row.position + 1
+            run = [self._tokens.at(row.request_id, index) for index in range(first, first + count)]
+            runs.append((*run[:-1], STOP) if ends_now else tuple(run))
+        return StepResult((), (), tuple(runs))
 
     def _take(self, replayed: dict[str, Any]) -> None:
         self._replayed.append(replayed)
@@ -244,6 +264,7 @@ def _request(event: AddEvent, tokens: DummyTokens) -> Request:
         deadline_at=event.deadline_at,
         tenant=event.tenant,
         service_class=event.service_class,
+        free_running=event.free_running,
     )
 
 

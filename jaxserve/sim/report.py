@@ -12,9 +12,9 @@
 | offered_requests_per_s | requests over the span of arrivals; over duration_s where all came at once |
 | goodput_requests_per_s | requests that met their objectives over duration_s |
 | slo_share | requests that met their objectives over all offered |
-| slot_utilisation | slots with work for live requests over all slots, mean over iterations |
+| slot_utilisation | slots with work for live requests over all slots, mean over steps |
 | wasted_rows | rows of requests that had ended when their iteration was over |
-| budget_utilisation | tokens computed over the token budget, mean over iterations |
+| budget_utilisation | tokens computed over the token budget, mean over steps |
 | busy_share | seconds in which the device ran over duration_s |
 
 A request meets its objectives when it completed, its ttft is at most `ttft_s`, every gap at most `itl_s`
@@ -83,7 +83,7 @@ def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
         gaps.merge(each)
     everyone = np.ones(len(log), bool)
     duration_s = columns.duration_s
-    iterations = max(totals.iterations, 1)
+    iterations, steps = max(totals.iterations, 1), max(totals.steps, 1)
     overall = columns.figures(everyone, gaps)
     return {
         "termination": result.termination,
@@ -92,10 +92,11 @@ def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
         "duration_s": duration_s,
         **overall,
         "iterations": totals.iterations,
+        "steps": totals.steps,
         "mean_iteration_s": totals.busy_s / iterations,
-        "slot_utilisation": (totals.slot_steps - totals.wasted_rows) / (iterations * config.max_num_seqs),
+        "slot_utilisation": (totals.slot_steps - totals.wasted_rows) / (steps * config.max_num_seqs),
         "wasted_rows": totals.wasted_rows,
-        "budget_utilisation": totals.tokens / (iterations * config.max_num_batched_tokens),
+        "budget_utilisation": totals.tokens / (steps * config.max_num_batched_tokens),
         "busy_share": _ratio(totals.busy_s, duration_s),
         "recomputed_tokens": sum(totals.recomputed_tokens.values()),
         "recomputed_tokens_by_service_class": totals.recomputed_tokens,

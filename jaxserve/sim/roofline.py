@@ -118,7 +118,7 @@ class RooflineCost:
       num_chips: that share it.
       weight_bits, kv_bits: of one number.
       compute_efficiency, memory_efficiency: shares of the peaks that are reached, in (0, 1].
-      overhead_s: of every iteration.
+      overhead_s: of every iteration, however many decode steps it has.
       host_bandwidth: bytes per second between one device and the host, one way.
       page_size: tokens of a swapped page.
 
@@ -161,7 +161,8 @@ class RooflineCost:
 
     def step_s(self, features: StepFeatures) -> float:
         """Overhead, the longer of both, and the way to the host."""
-        return self._overhead_s + max(self._compute_s(features), self._memory_s(features)) + self._swap_s(features)
+        overhead_s = self._overhead_s * features.dispatches
+        return overhead_s + max(self._compute_s(features), self._memory_s(features)) + self._swap_s(features)
 
     def num_pages(self, page_size: int, memory_fraction: float) -> int:
         """KV pages that fit beside the weights, the null page included.

@@ -24,7 +24,7 @@ from typing import Any
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult, TokenEvent, TokenEvents
-from jaxserve.sim.cost_model import CostModel, features_of
+from jaxserve.sim.cost_model import CostModel, plan_s
 from jaxserve.sim.request_log import COMPLETED, LiveRequest, RequestLog
 from jaxserve.sim.source import OTHER_ID, STOP_ID, Source
 from jaxserve.sim.timeline import Span, Timeline
@@ -47,7 +47,8 @@ class Totals:
     """Sums over the iterations.
 
     Attributes:
-      slot_steps: slots with work, summed over iterations; wasted_rows: of these, of requests that had ended when the
+      steps: that ran in the iterations: one in each, or several decode steps.
+      slot_steps: slots with work, summed over steps; wasted_rows: of these, of requests that had ended when the
         iteration was over.
       tokens: computed, prefill and decode.
       recomputed_tokens: whose K/V a preemption dropped; swapped_pages: copied to the host or back; both by
@@ -58,6 +59,7 @@ class Totals:
     """
 
     iterations: int = 0
+    steps: int = 0
     slot_steps: int = 0
     wasted_rows: int = 0
     tokens: int = 0
@@ -114,7 +116,8 @@ class Simulator:
         self._max_iterations = max_iterations
         self._live: dict[str, LiveRequest] = {}
         self._just_ended: dict[str, LiveRequest] = {}  # since the last plan, which may name them as preempted
-        self._flights: deque[tuple[StepPlan, float]] = deque()  # with the instant of the plan's end
+        # With the tokens that its decode rows bring, where there are several steps, and the instant of its end.
+        self._flights: deque[tuple[StepPlan, tuple[int, ...], float]] = deque()
         self._device_free_at = 0.0
         self._now = 0.0
         self._result = SimulationResult(config, log=RequestLog(keep_ids=keep_ids))
@@ -178,25 +181,37 @@ class Simulator:
     def _dispatch(self, plan: StepPlan) -> None:
         if self._on_plan:
             self._on_plan(plan)
-        duration_s = self._cost_model.step_s(features_of(plan))
+        decode_tokens = self._num_to_come(plan) if plan.num_steps > 1 else ()
+        duration_s, num_steps = plan_s(self._cost_model, plan, decode_tokens)
         assert duration_s > 0.0, f"the cost model gives plan {plan.iteration} {duration_s} s"
         began_at = max(self._now, self._device_free_at)
         self._device_free_at = began_at + duration_s
-        self._flights.append((plan, self._device_free_at))
+        self._flights.append((plan, decode_tokens, self._device_free_at))
         log = self._result.log
         for request_id in plan.preempted:
             log.preempted(self._live.get(request_id) or self._just_ended[request_id])
         self._just_ended = {}
         for chunk in plan.prefill:
             log.started(self._live[chunk.request_id], began_at)
-        self._count(plan, began_at, duration_s)
+        num_decode = sum(decode_tokens) if plan.num_steps > 1 else len(plan.decode)
+        self._result.totals.steps += num_steps
+        self._count(plan, num_decode, began_at, duration_s)
 
-    def _count(self, plan: StepPlan, began_at: float, duration_s: float) -> None:
+    def _num_to_come(self, plan: StepPlan) -> tuple[int, ...]:
+        """Tokens that each row of several steps brings: its steps, or what is left until its stop id."""
+        counts = []
+        for row in plan.decode:
+            num_before = row.position + 1 - self.scheduler.sequence(row.request_id).num_prompt_tokens
+            left = self._live[row.request_id].num_before_last + 1 - num_before
+            counts.append(max(min(row.num_steps, left), 0))
+        return tuple(counts)
+
+    def _count(self, plan: StepPlan, num_decode: int, began_at: float, duration_s: float) -> None:
         totals, scheduler = self._result.totals, self.scheduler
-        rows = len(plan.decode) + len(plan.prefill)
+        num_prefill = plan.num_tokens - len(plan.decode)
         totals.iterations += 1
-        totals.slot_steps += rows
-        totals.tokens += plan.num_tokens
+        totals.slot_steps += num_decode + len(plan.prefill)
+        totals.tokens += num_decode + num_prefill
         totals.busy_s += duration_s
         self._result.timeline.add(
             Span(
@@ -204,21 +219,24 @@ class Simulator:
                 ended_at=began_at + duration_s,
                 busy_s=duration_s,
                 iterations=1,
-                decode_tokens=len(plan.decode),
-                prefill_tokens=plan.num_tokens - len(plan.decode),
+                decode_tokens=num_decode,
+                prefill_tokens=num_prefill,
                 pages_owned=scheduler.pages_owned,
                 queue=scheduler.num_waiting,
-                active=rows,
+                active=len(plan.decode) + len(plan.prefill),
             )
         )
 
-    def _land(self, plan: StepPlan, ends_at: float) -> None:
+    def _land(self, plan: StepPlan, decode_tokens: tuple[int, ...], ends_at: float) -> None:
         """The device has finished a plan; what arrived meanwhile was there before."""
         self._add_arrivals(ends_at, inclusive=False)
         self._now = max(self._now, ends_at)
-        result = StepResult(
-            self._sample(plan.decode.request_ids), self._sample([chunk.request_id for chunk in plan.prefill])
-        )
+        if plan.num_steps > 1:
+            result = StepResult((), (), tuple(map(self._run, plan.decode.request_ids, decode_tokens)))
+        else:
+            result = StepResult(
+                self._sample(plan.decode.request_ids), self._sample([chunk.request_id for chunk in plan.prefill])
+            )
         self._take_step(self.scheduler.update(plan, result, self._now))
 
     def _sample(self, request_ids: Iterable[str]) -> tuple[int, ...]:
@@ -231,6 +249,14 @@ class Simulator:
                 for each in request_ids
             ]
         )
+
+    def _run(self, request_id: str, count: int) -> tuple[int, ...]:
+        """The next `count` tokens of one; the last is the stop id where the output ends with it."""
+        if not count:
+            return ()
+        live = self._live.get(request_id)
+        is_last = live is not None and live.num_tokens + count > live.num_before_last
+        return (OTHER_ID,) * (count - 1) + (STOP_ID if is_last else OTHER_ID,)
 
     def _add_arrivals(self, until: float, *, inclusive: bool = True) -> None:
         while (at := self._source.peek()) is not None and (at < until or (inclusive and at <= until)):
@@ -250,6 +276,9 @@ class Simulator:
         log, now, live_of = self._result.log, self._now, self._live
         for request_id in events.request_ids:
             log.token(live_of[request_id], now)
+        for request_id, later in zip(events.request_ids, events.later, strict=False):
+            for _ in later:
+                log.token(live_of[request_id], now)
         for event in events.prefill:
             if event.token_id is not None:
                 log.token(live_of[event.request_id], now)

@@ -88,7 +88,7 @@ def make_request(
     service_class: str = "",
     deadline_at: float | None = None,
 ) -> Request:
-    """A request that emits `num_output_tokens`, by a stop id where it declares more (`max_tokens`)."""
+    """A free-running request that emits `num_output_tokens`, by a stop id where it declares more (`max_tokens`)."""
     granted = num_output_tokens if max_tokens is None else max(max_tokens, num_output_tokens)
     return Request(
         request_id,
@@ -99,6 +99,7 @@ def make_request(
         tenant=tenant,
         service_class=service_class,
         deadline_at=deadline_at,
+        free_running=True,
     )
 
 

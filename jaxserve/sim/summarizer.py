@@ -34,9 +34,13 @@ _EXPLAINED = 0.25
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Stall:
-    """A gap between two tokens of a request, and the iteration in which it ended."""
+    """A gap between two tokens of a request, and the iteration in which it ended.
+
+    `num_together`: tokens of the request that came at its end, of several decode steps.
+    """
 
     seconds: float = 0.0
+    num_together: int = 1
     preempted: bool = False
     num_rows: int = 0
     num_prefill: int = 0
@@ -68,6 +72,7 @@ class _Sums:
     num_not_refilled: int = 0
     first_tokens: list[tuple[float, float]] = field(default_factory=list)  # TTFT, of which in the queue
     gaps: array[float] = field(default_factory=lambda: array("d"))
+    paces: array[float] = field(default_factory=lambda: array("d"))  # gaps, shared out among the tokens at their ends
     stalls: list[_Stall] = field(default_factory=list)
     e2e: array[float] = field(default_factory=lambda: array("d"))
     outputs: array[int] = field(default_factory=lambda: array("q"))
@@ -100,7 +105,7 @@ class Summarizer:
         for request in self._live.values():
             self._close(request)
         sums, cost = self._sums, self._fit.solve()
-        itl, iterations = spread_of(sums.gaps), max(sums.num_iterations, 1)
+        itl, pace, iterations = spread_of(sums.gaps), spread_of(sums.paces), max(sums.num_iterations, 1)
         ttft = spread_of(total for total, _ in sums.first_tokens)
         rows, tokens = spread_of(sums.decode_rows), spread_of(sums.prefill_tokens)
         return TraceSummary(
@@ -116,8 +121,9 @@ class Summarizer:
             prefill_s=spread_of(total - queue for total, queue in sums.first_tokens),
             ttft_tail_queue_share=_queue_share(sums.first_tokens, ttft),
             itl_s=itl,
+            pace_s=pace,
             stall_s=spread_of(stall.seconds for stall in sums.stalls),
-            stall_causes=_stall_causes(sums.stalls, itl, rows, cost),
+            stall_causes=_stall_causes(sums.stalls, pace, rows, cost),
             e2e_s=spread_of(sums.e2e),
             output_tokens=spread_of(sums.outputs),
             decode_rows=rows,
@@ -156,7 +162,9 @@ class Summarizer:
         sums.preemptions += len(record.preempted)
         sums.decode_rows.extend([len(record.decode)] if record.decode else [])
         sums.prefill_tokens.extend([num_prefill] if num_prefill else [])
-        self._fit.add(len(record.decode), num_prefill, span.duration_s)
+        num_steps = max(record.decode_tokens) if record.decode_steps > 1 else 1
+        if num_steps:  # the mean one of several
+            self._fit.add(sum(record.decode_tokens) / num_steps, num_prefill, span.duration_s / num_steps)
         for request_id in record.preempted:
             if request := self._of(request_id, record):
                 request.preempted = True
@@ -165,9 +173,10 @@ class Summarizer:
             if request and request.first_scheduled_at is None:
                 request.first_scheduled_at = record.now
         self._count_idle_slots(record.front_waits_for)
-        for request_id in (*record.decode, *record.prefill_emitted):
-            if request := self._of(request_id, record):
-                self._token(request, span.ended_at, len(record.decode), num_prefill)
+        counts = (*record.decode_tokens, *(1 for _ in record.prefill_emitted))
+        for request_id, count in zip((*record.decode, *record.prefill_emitted), counts, strict=True):
+            if count and (request := self._of(request_id, record)):
+                self._tokens(request, count, span.ended_at, len(record.decode), num_prefill)
         for request_id in record.completed_in_update:
             self._leave(request_id, completed_at=span.ended_at)
 
@@ -176,8 +185,9 @@ class Summarizer:
         request = self._live.get(request_id)
         return request if request and request.event.num_plans <= record.iteration else None
 
-    def _token(self, request: _Request, now: float, num_rows: int, num_prefill: int) -> None:
-        request.num_tokens += 1
+    def _tokens(self, request: _Request, count: int, now: float, num_rows: int, num_prefill: int) -> None:
+        """So many tokens of a request, together; only of a decode row they are several, and never its first."""
+        request.num_tokens += count
         if request.first_token_at is None:
             request.first_token_at = now
             assert request.first_scheduled_at is not None, f"{request.event.request_id} has a token and no row"
@@ -185,8 +195,9 @@ class Summarizer:
             self._sums.first_tokens.append((now - arrived_at, request.first_scheduled_at - arrived_at))
         else:
             gap = now - request.last_token_at
-            self._sums.gaps.append(gap)
-            request.stall = max(request.stall, _Stall(gap, request.preempted, num_rows, num_prefill))
+            self._sums.gaps.extend((gap, *(0.0,) * (count - 1)))
+            self._sums.paces.extend((gap / count,) * count)
+            request.stall = max(request.stall, _Stall(gap, count, request.preempted, num_rows, num_prefill))
         request.last_token_at, request.preempted = now, False
 
     def _count_idle_slots(self, waits_for: WaitsFor | None) -> None:
@@ -236,15 +247,15 @@ def _queue_share(first_tokens: list[tuple[float, float]], ttft: Spread | None) -
 
 
 def _stall_causes(
-    stalls: list[_Stall], itl: Spread | None, rows: Spread | None, cost: IterationCost
+    stalls: list[_Stall], pace: Spread | None, rows: Spread | None, cost: IterationCost
 ) -> dict[str, float] | None:
     """Shares, by cause, of the stalls in the tail."""
-    if itl is None or rows is None:
+    if pace is None or rows is None:
         return None
     counts = dict.fromkeys(STALL_CAUSES, 0)
     for stall in stalls:
-        if stall.seconds > TAIL * itl.p50:
-            counts[_cause(stall, itl.p50, rows.p50, cost)] += 1
+        if stall.seconds > TAIL * pace.p50:
+            counts[_cause(stall, pace.p50, rows.p50, cost)] += 1
     total = max(sum(counts.values()), 1)
     return {cause: count / total for cause, count in counts.items()}
 
@@ -253,6 +264,8 @@ def _cause(stall: _Stall, usual_s: float, usual_rows: float, cost: IterationCost
     """Preemption, or what the iteration had so much more of than others that it accounts for the stall."""
     if stall.preempted:
         return "preemption"
+    if stall.num_together > 1 and stall.seconds <= TAIL * usual_s * stall.num_together:
+        return "steps"
     by_rows, by_tokens = cost.per_row_s * (stall.num_rows - usual_rows), cost.per_token_s * stall.num_prefill
     if max(by_rows, by_tokens) < _EXPLAINED * (stall.seconds - usual_s):
         return "unexplained"

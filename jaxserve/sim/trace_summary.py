@@ -13,7 +13,7 @@ from jaxserve.sim.spread import Spread
 
 TAIL = 2.0
 """A value belongs to the tail when it is more than this many medians."""
-STALL_CAUSES = ("decode", "prefill", "preemption", "unexplained")
+STALL_CAUSES = ("decode", "prefill", "preemption", "steps", "unexplained")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,13 @@ class TraceSummary:
       ttft_s, queue_s, prefill_s: arrival to first token, arrival to first chunk, first chunk to first token.
       ttft_tail_queue_share: of the TTFT of the slowest 5 percent, the share spent in the queue.
       itl_s, e2e_s, output_tokens: of successive tokens, of completed requests, of completed requests.
+      pace_s: of successive tokens too, each gap shared out among the tokens that came together at its end.
       stall_s: longest gap of each request between two of its tokens.
-      stall_causes: of the requests whose longest gap is in the tail (`TAIL` medians of `itl_s`), the share
+      stall_causes: of the requests whose longest gap is in the tail (`TAIL` medians of `pace_s`), the share
         by what made it long.
       decode_rows, prefill_tokens: of the iterations that have any.
-      cost: of an iteration, fitted.
+      decode_steps: of an iteration with decode rows, mean.
+      cost: of a step, fitted.
       blocked_on_pages: share of iterations with an idle slot while the queue's front lacked pages, or while
         nobody was promoted because pages had been taken from others.
       not_refilled: share of iterations with an idle slot while the batching waited for a batch to end.
@@ -53,12 +55,14 @@ class TraceSummary:
     prefill_s: Spread | None = None
     ttft_tail_queue_share: float | None = None
     itl_s: Spread | None = None
+    pace_s: Spread | None = None
     stall_s: Spread | None = None
     stall_causes: dict[str, float] | None = None
     e2e_s: Spread | None = None
     output_tokens: Spread | None = None
     decode_rows: Spread | None = None
     prefill_tokens: Spread | None = None
+    decode_steps: float | None = None
     cost: IterationCost | None = None
     blocked_on_pages: float | None = None
     not_refilled: float | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from operator import add
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import MissingBucketError
@@ -95,7 +96,9 @@ class BucketTable:
 
     def of_plan(self, plan: StepPlan) -> Bucket:
         """The smallest bucket holding `plan`, which is not empty; see `choose`."""
-        longest = max(max(plan.decode.positions, default=-1) + 1, *(chunk.end for chunk in plan.prefill), 0)
+        rows = plan.decode
+        ends = map(add, rows.positions, rows.num_steps) if rows.num_steps else (max(rows.positions, default=-1) + 1,)
+        longest = max(*ends, *(chunk.end for chunk in plan.prefill), 0)
         tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
         return self.choose(decode_rows=len(plan.decode), prefill_tokens=tokens, pages=-(-longest // self._page_size))
 
@@ -123,10 +126,11 @@ class BucketTable:
         return sizes[index]
 
 
-def num_programs(buckets: list[Bucket]) -> int:
+def num_programs(buckets: list[Bucket], max_decode_steps: int = 1) -> int:
     """Programs that an engine with these buckets compiles: their steps, a sampler per number of rows, the placement of
-    a request in its slot."""
-    return len(buckets) + len({bucket.sample_rows for bucket in buckets}) + 1
+    a request in its slot; where plans may have several steps, one more for each bucket of decode rows alone."""
+    loops = sum(not bucket.prefill_tokens for bucket in buckets) if max_decode_steps > 1 else 0
+    return len(buckets) + len({bucket.sample_rows for bucket in buckets}) + 1 + loops
 
 
 def _powers(limit: int, first: int, ratio: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ what they do at these sizes, so columns that lie side by side in the blobs are g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request
-from jaxserve.scheduler.plan import PrefillChunk, StepPlan
+from jaxserve.scheduler.plan import DecodeRows, PrefillChunk, StepPlan
 from jaxserve.tables.buckets import Bucket, BucketTable
 from jaxserve.tables.layout import (
     FLAG_EDITS,
@@ -26,6 +26,8 @@ from jaxserve.tables.layout import (
     FLAG_LOGPROBS,
     FLAG_MASKED,
     FLAG_PROMPT_LOGPROBS,
+    LIMIT_COLUMNS,
+    MAX_STOP_IDS,
     SAMPLING_FLOATS,
     SAMPLING_INTS,
     TableLayout,
@@ -43,11 +45,13 @@ class StepTables:
       bucket: the compiled shape they are padded to.
       ints: int32[layout.int_size], see `TableLayout`.
       floats: float32[layout.float_size].
+      limits: int32[B, LIMIT_COLUMNS] of a plan of several decode steps, else None.
     """
 
     bucket: Bucket
     ints: NDArray[np.int32]
     floats: NDArray[np.float32]
+    limits: NDArray[np.int32] | None = None
 
 
 class TableBuilder:
@@ -75,6 +79,8 @@ class TableBuilder:
         self._flags = np.zeros(slots, np.int32)
         # First write index at which stop ids are allowed again: prompt length + min_tokens.
         self._stops_held_below = np.zeros(slots, np.int32)
+        # Of free-running requests, where plans may have several steps.
+        self._stop_ids = np.full((slots, MAX_STOP_IDS), -1, np.int32) if config.max_decode_steps > 1 else None
         self._requests: list[Request | None] = [None] * slots
 
     def layout(self, bucket: Bucket) -> TableLayout:
@@ -83,6 +89,12 @@ class TableBuilder:
         if layout is None:
             layout = self._layouts[bucket] = TableLayout(bucket)
         return layout
+
+    def empty_limits(self, bucket: Bucket) -> NDArray[np.int32]:
+        """`StepTables.limits` under which every row has one step and ends by no id."""
+        limits = np.full((bucket.decode_rows, LIMIT_COLUMNS), -1, np.int32)
+        limits[:, 0] = 1
+        return limits
 
     def empty(self, bucket: Bucket) -> StepTables:
         """Tables in which every row is padding: writes only to the null page and the scratch slot."""
@@ -125,7 +137,9 @@ class TableBuilder:
         self._fill_prefill(plan.prefill, fields, bucket)
         self._fill_samples(*layout.sampling(tables.ints, tables.floats), fields)
         self._silence_prompts(plan.prefill, fields, bucket)
-        return tables
+        if plan.num_steps == 1:
+            return tables
+        return replace(tables, limits=self._limits(plan.decode, bucket))
 
     def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
         for placement in plan.placements:
@@ -158,6 +172,10 @@ class TableBuilder:
             | (FLAG_MASKED if request.masked else 0)
         )
         self._stops_held_below[slot] = request.num_prompt_tokens + params.min_tokens
+        if self._stop_ids is not None and request.free_running:
+            stop_ids = sorted(request.stop_ids)
+            self._stop_ids[slot, : len(stop_ids)] = stop_ids
+            self._stop_ids[slot, len(stop_ids) :] = -1
 
     def _fill_decode(
         self, of_rows: tuple[int, ...], positions: NDArray[np.int32], fields: dict[str, NDArray[np.int32]]
@@ -169,6 +187,16 @@ class TableBuilder:
         fields["decode_slot"][:count] = fields["slot"][:count] = slots
         fields["sample_position"][:count] = positions + 1
         self._pages[:, : pages.shape[1]].take(slots, axis=0, out=pages[:count], mode="clip")
+
+    def _limits(self, rows: DecodeRows, bucket: Bucket) -> NDArray[np.int32]:
+        assert self._stop_ids is not None, "a plan has several steps; max_decode_steps is 1"
+        count = len(rows)
+        slots = np.fromiter(rows.slots, np.int32, count)
+        limits = np.zeros((bucket.decode_rows, LIMIT_COLUMNS), np.int32)
+        limits[:count, 0] = rows.num_steps
+        limits[:count, 1] = self._stops_held_below[slots]
+        limits[:count, 2:] = self._stop_ids[slots]
+        return limits
 
     def _fill_prefill(
         self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket

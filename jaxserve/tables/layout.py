@@ -24,6 +24,8 @@ int32 fields (B, T, R, W of the bucket; N = B + R sample rows, decode rows first
 
 The fields from `slot` on are what the sampler reads: `SAMPLE_INTS`, side by side at the end of the blob.
 
+A plan of several decode steps has a third array, of what bounds each row: `LIMIT_COLUMNS`.
+
 float32 fields: temperature, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty [N].
 """
 
@@ -49,6 +51,12 @@ FLAG_PROMPT_LOGPROBS = 16
 
 FLAG_MASKED = 32
 """Only tokens of the row's mask may be sampled."""
+
+MAX_STOP_IDS = 8
+"""Stop ids of a request that the device can look for itself."""
+LIMIT_COLUMNS = 2 + MAX_STOP_IDS
+"""Of the int32[B, LIMIT_COLUMNS] that a plan of several steps has beside its blobs: steps of the row (0: padding),
+first write index at which a stop id ends it, stop ids (-1: none)."""
 
 SAMPLING_INTS = ("top_k", "seed_high", "seed_low")
 """int32 fields that stay the same while a request holds its slot; they lie side by side."""

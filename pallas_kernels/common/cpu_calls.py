@@ -19,8 +19,10 @@ import jaxlib
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
+
+from pallas_kernels.common import cpu_values
+from pallas_kernels.common.cpu_values import OPTIONS, pointer_i32, pointer_i64
 
 
 def _can_keep(function: Any) -> bool:
@@ -32,15 +34,6 @@ def _can_keep(function: Any) -> bool:
     return True
 
 
-OPTIONS: dict[str, Any] = {
-    "fastmath": {"reassoc", "contract", "nsz", "arcp"},  # NaN and infinity are not assumed away
-    "error_model": "numpy",
-    "boundscheck": False,
-}
-"""How kernels are compiled."""
-
-INLINE = OPTIONS | {"inline": "always"}
-
 KEPT = OPTIONS | {"cache": _can_keep(lambda: None)}
 """For the functions given to `register`, whose compiled code, with all that they call, is kept on disk.
 
@@ -49,8 +42,8 @@ numba looks for it by the text of the function's own file and what the function 
 
 
 def source_version(*files: str) -> int:
-    """A number that changes with the text of these files, this one, and jaxlib."""
-    texts = [Path(file).read_bytes() for file in (__file__, *files)]
+    """A number that changes with the text of these files, this one and `cpu_values`, and jaxlib."""
+    texts = [Path(file).read_bytes() for file in (__file__, cpu_values.__file__, *files)]
     return int(hashlib.sha256(b"".join([*texts, jaxlib.__version__.encode()])).hexdigest()[:15], 16)
 
 
@@ -87,35 +80,6 @@ _SCHEDULE = _api_word("XLA_FFI_ThreadPool_Schedule")
 _NUM_THREADS = _api_word("XLA_FFI_ThreadPool_NumThreads")
 
 
-def _pointer(kind: Any) -> Any:
-    @intrinsic
-    def cast(typing: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(kind).as_pointer())
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return cast
-
-
-pointer_i64 = _pointer(types.int64)
-pointer_i32 = _pointer(types.int32)
-pointer_f32 = _pointer(types.float32)
-pointer_u16 = _pointer(types.uint16)
-
-
-def _bitcast(source: Any, target: Any, llvm_type: Any) -> Any:
-    @intrinsic
-    def cast(typing: Any, x: Any) -> Any:
-        return target(source), lambda context, builder, signature, args: builder.bitcast(args[0], llvm_type)
-
-    return cast
-
-
-bits_to_float = _bitcast(types.uint32, types.float32, ir.FloatType())
-float_to_bits = _bitcast(types.float32, types.uint32, ir.IntType(32))
-
-
 def _atomic(operation: str) -> Any:
     @intrinsic
     def change(typing: Any, address: Any, value: Any) -> Any:
@@ -147,22 +111,6 @@ def atomic_get(typing: Any, address: Any) -> Any:
 
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
-
-
-@intrinsic
-def prefetch(typing: Any, address: Any) -> Any:
-    """Asks for the cache line at an address, which is needed soon."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number = ir.IntType(32)
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        options = [ir.Constant(number, value) for value in (0, 2, 1)]  # to read, into the second cache, data
-        builder.call(function, [builder.inttoptr(args[0], pointer), *options])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
 
 
 @intrinsic
@@ -206,56 +154,6 @@ def result_bytes(frame, index):
     return count
 
 
-KINDS = {"float32": np.float32(0), "bfloat16": np.uint16(0)}
-"""A number of the type that each dtype is stored as, which tells it to jitted code."""
-
-
-def array_at(kind: Any, address: Any, shape: Any) -> Any:
-    """The array of `kind`'s type (see `KINDS`) at an address. For jitted code."""
-    raise NotImplementedError("only in jitted code")
-
-
-@overload(array_at, inline="always")
-def _array_at(kind, address, shape):
-    if kind == types.uint16:
-        return lambda kind, address, shape: carray(pointer_u16(address), shape)
-    return lambda kind, address, shape: carray(pointer_f32(address), shape)
-
-
-def load(x: Any) -> Any:
-    """A stored number as float32; bfloat16 is stored as its bits, uint16. For jitted code."""
-    raise NotImplementedError("only in jitted code")
-
-
-@overload(load, inline="always")
-def _load(x):
-    if x == types.uint16:
-        return lambda x: bits_to_float(np.uint32(x) << np.uint32(16))
-    return lambda x: x
-
-
-def store(array: Any, place: Any, x: Any) -> None:
-    """Writes a float32 to a place of a float32 array, or of a uint16 one as the nearest bfloat16. For jitted code."""
-    raise NotImplementedError("only in jitted code")
-
-
-@overload(store, inline="always")
-def _store(array, place, x):
-    if array.dtype != types.uint16:
-
-        def write(array, place, x):
-            array[place] = x
-
-        return write
-
-    def round_and_write(array, place, x):
-        bits = float_to_bits(x)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        array[place] = np.uint16(np.uint32(0x7FC0) if x != x else rounded)
-
-    return round_and_write
-
-
 @njit(inline="always")
 def _answers_metadata(frame):
     """Whether the call asks for the API's version and not for work; then it is answered."""
@@ -283,7 +181,12 @@ def _make_controls() -> int:
     return -(-blocks.ctypes.data // size) * size
 
 
-def register(name: str, plan_items: Any, run_item: Any) -> None:
+@njit
+def _no_items(plan, item):
+    return 0
+
+
+def register(name: str, plan_items: Any, run_item: Any, items_before: Any = _no_items) -> None:
     """Makes a custom call `name` of XLA's CPU backend, unless there is one already; from any thread.
 
     Args:
@@ -291,14 +194,26 @@ def register(name: str, plan_items: Any, run_item: Any) -> None:
       plan_items: jitted `plan_items(frame, threads) -> int64[1 + N]`: the number of items, then what `run_item`
         needs; the array lives until the last item is done.
       run_item: jitted `run_item(frame, plan, item)`, on any thread; `plan` is the array's address.
+      items_before: jitted `items_before(plan, item)`: an item begins when so many items, the first ones, are done.
+        At most `item`; never falling.
     """
     with _lock:
         if name not in _registered:
-            _register(name, plan_items, run_item)
+            _register(name, plan_items, run_item, items_before)
             _registered.add(name)
 
 
-def _register(name: str, plan_items: Any, run_item: Any) -> None:
+@njit(**OPTIONS)
+def _wait(control, count):
+    """Until `count` items are done. Items are taken in order, so those are with threads that run them."""
+    spins = 0
+    while atomic_get(control + 8 * _DONE) < count:
+        spins += 1
+        if spins % _SPINS == 0:
+            _sched_yield()
+
+
+def _register(name: str, plan_items: Any, run_item: Any, items_before: Any) -> None:
     controls = _make_controls()
     arguments = np.asarray([32, 0, _MESSAGE.ctypes.data, _INTERNAL])  # XLA_FFI_Error_Create_Args
     _kept.append(arguments)
@@ -313,6 +228,7 @@ def _register(name: str, plan_items: Any, run_item: Any) -> None:
             if item >= ticket >> 32:
                 return 0
             try:
+                _wait(control, items_before(block[_PLAN], item))
                 run_item(words(block[_FRAME], _FRAME_WORDS), block[_PLAN], item)
             except Exception:
                 block[_FAILED] = 1
@@ -348,11 +264,7 @@ def _register(name: str, plan_items: Any, run_item: Any) -> None:
         for _ in range(min(threads[0], count) - 1):
             _call(api[_SCHEDULE], request.ctypes.data)
         _call(task_address, control)
-        spins = 0
-        while atomic_get(control + 8 * _DONE) < count:
-            spins += 1
-            if spins % _SPINS == 0:
-                _sched_yield()
+        _wait(control, count)
         return plan[0] == count and block[_FAILED] == 0
 
     @cfunc(types.int64(types.int64))

@@ -13,20 +13,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from pallas_kernels.common.cpu_calls import (
-    KEPT,
-    KINDS,
-    OPTIONS,
-    argument,
-    array_at,
-    register,
-    result,
-    source_version,
-    store,
-    words,
-)
+from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, source_version, words
+from pallas_kernels.common.cpu_values import KINDS, OPTIONS, array_at, store
 from pallas_kernels.matmul import tile
-from pallas_kernels.matmul.tile import COLUMNS, ROWS, make_tile
+from pallas_kernels.matmul.tile import COLUMNS, LINE, ROWS, make_tile
 
 ITEMS_PER_THREAD = 4
 
@@ -34,6 +24,8 @@ STEP_BYTES = 4
 """A step is one float32 or two bfloat16."""
 
 _HIGH, _MIDDLE, _LOW, _ONE = (ROWS[min(index, len(ROWS) - 1)] for index in range(4))
+MOST_ROWS = _HIGH
+"""Rows of the largest tile."""
 _high_tile, _middle_tile, _low_tile, _one_tile = map(make_tile, (_HIGH, _MIDDLE, _LOW, _ONE))
 
 
@@ -47,27 +39,50 @@ def _plan_items(frame, threads):
 
 
 @njit(**OPTIONS)
+def multiply_rows(kind, x, stride, w, steps, out, out_stride, row, end, following):
+    """Rows from `row` on, some of those before `end`, times a group of columns; returns how many, at most `MOST_ROWS`.
+
+    Args:
+      kind: see `make_tile`.
+      x, stride: address of row 0, and bytes from row to row.
+      w: address of the group.
+      steps: of the inner dimension.
+      out, out_stride: address of float32[MOST_ROWS, COLUMNS] for the results, and bytes from row to row.
+      following: address of the group that the thread is likely to multiply next. It is fetched during the first one or
+        two calls for this group, so that memory is not idle while a group is multiplied by many rows.
+    """
+    here, fetch, fetch_stride = x + row * stride, following, 2 * LINE
+    if end > MOST_ROWS:
+        fetch_stride = LINE
+        if row == MOST_ROWS:
+            fetch += steps * LINE
+        elif row:
+            fetch, fetch_stride = w, 0
+    if end - row >= _HIGH:
+        _high_tile(kind, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
+        return _HIGH
+    if end - row >= _MIDDLE:
+        _middle_tile(kind, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
+        return _MIDDLE
+    if end - row >= _LOW:
+        _low_tile(kind, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
+        return _LOW
+    _one_tile(kind, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
+    return _ONE
+
+
+@njit(**OPTIONS)
 def _multiply(kind, x, rows, steps, matrix, out, first, end):
     """Groups [first, end) of the columns; `x` and `matrix` are addresses, `kind` is as for a tile."""
-    scratch = np.empty((_HIGH, COLUMNS), np.float32)
-    to, stride = scratch.ctypes.data, STEP_BYTES * steps
+    scratch = np.empty((MOST_ROWS, COLUMNS), np.float32)
+    size = steps * STEP_BYTES * COLUMNS
     for group in range(first, end):
-        w = matrix + group * steps * STEP_BYTES * COLUMNS
+        w = matrix + group * size
         row = 0
         while row < rows:
-            left, here = rows - row, x + row * stride
-            if left >= _HIGH:
-                _high_tile(kind, here, stride, w, steps, to, 4 * COLUMNS)
-                done = _HIGH
-            elif left >= _MIDDLE:
-                _middle_tile(kind, here, stride, w, steps, to, 4 * COLUMNS)
-                done = _MIDDLE
-            elif left >= _LOW:
-                _low_tile(kind, here, stride, w, steps, to, 4 * COLUMNS)
-                done = _LOW
-            else:
-                _one_tile(kind, here, stride, w, steps, to, 4 * COLUMNS)
-                done = _ONE
+            done = multiply_rows(
+                kind, x, STEP_BYTES * steps, w, steps, scratch.ctypes.data, 4 * COLUMNS, row, rows, w + size
+            )
             for i in range(done):
                 target = out[row + i, group * COLUMNS : (group + 1) * COLUMNS]
                 for j in range(COLUMNS):

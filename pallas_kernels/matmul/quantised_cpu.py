@@ -12,18 +12,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from pallas_kernels.common.cpu_calls import (
-    KEPT,
-    KINDS,
-    OPTIONS,
-    argument,
-    array_at,
-    register,
-    result,
-    source_version,
-    store,
-    words,
-)
+from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, source_version, words
+from pallas_kernels.common.cpu_values import KINDS, OPTIONS, array_at, store
 from pallas_kernels.matmul import quantised, quantised_tile, tile
 from pallas_kernels.matmul.quantised import QuantisedForm
 from pallas_kernels.matmul.quantised_tile import HAS_HALVES, block_sum, make_quantised_tile

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 COLUMNS = 32
 
-_LINE = 64
+LINE = 64
 LANES = 16
 FLOATS, INTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
 _WORD = ir.IntType(64)
@@ -26,11 +26,14 @@ llvm.initialize_native_asmparser()
 
 
 def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
-    """The jitted `tile(kind, x, x_stride, w, steps, out, out_stride)`; all but `kind` are addresses or bytes.
+    """The jitted `tile(kind, x, x_stride, w, steps, out, out_stride, fetch, fetch_stride)`; see below.
+
+    All but `kind` and `steps` are addresses or bytes.
 
     A step is one float32 or two bfloat16 of each row, and 32 floats or pairs of `w`, which lie one after the other.
     `out` is float32. `kind` is any number of x's type: float32, or uint16 for bfloat16, whose products are exact and
-    summed as float32.
+    summed as float32. At every step memory is asked for two cache lines at `fetch`, which then moves on by
+    `fetch_stride`: what will be multiplied next.
 
     Args:
       rows: of the tile.
@@ -39,9 +42,20 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
     vectors = range(COLUMNS // LANES)
 
     @intrinsic
-    def tile(typing: Any, kind: Any, x: Any, x_stride: Any, w: Any, steps: Any, out: Any, out_stride: Any) -> Any:
+    def tile(
+        typing: Any,
+        kind: Any,
+        x: Any,
+        x_stride: Any,
+        w: Any,
+        steps: Any,
+        out: Any,
+        out_stride: Any,
+        fetch: Any,
+        fetch_stride: Any,
+    ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _, x, x_stride, w, steps, out, out_stride = args
+            _, x, x_stride, w, steps, out, out_stride, fetch, fetch_stride = args
             step = _float_step if kind == types.float32 else dot_step if has_dot else _widening_step
             starts = [builder.add(x, builder.mul(x_stride, word(row))) for row in range(rows)]
             before = builder.block
@@ -52,6 +66,8 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
             index.add_incoming(word(0), before)
             sums = [[builder.phi(FLOATS) for _ in vectors] for _ in range(rows)]
             place = builder.add(w, builder.mul(index, word(4 * COLUMNS)))
+            ahead = builder.add(fetch, builder.mul(index, fetch_stride))
+            prefetch(builder, ahead, 4 * COLUMNS, cache=2)
             weights = [load(builder, builder.add(place, word(4 * LANES * v)), INTS) for v in vectors]
             ends = []
             for row in range(rows):
@@ -71,7 +87,7 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
                     builder.store(ends[row][v], builder.inttoptr(place, FLOATS.as_pointer()), align=4)
             return context.get_dummy_value()
 
-        return types.void(kind, *(types.int64,) * 6), generate
+        return types.void(kind, *(types.int64,) * 8), generate
 
     return tile
 
@@ -84,13 +100,17 @@ def load(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
 
 
-def prefetch(builder: Any, address: Any, size: int) -> None:
-    """Asks for the cache lines of `size` bytes, which may lie outside of any array: nothing comes of it then."""
+def prefetch(builder: Any, address: Any, size: int, *, cache: int) -> None:
+    """Asks for the cache lines of `size` bytes, which may lie outside of any array: nothing comes of it then.
+
+    Args:
+      cache: the nearest that they shall be in, 1 or 2.
+    """
     number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    options = [ir.Constant(number, value) for value in (0, 3, 1)]  # to read, into the nearest cache, data
-    for line in range(0, size, _LINE):
+    options = [ir.Constant(number, value) for value in (0, 4 - cache, 1)]  # to read, data
+    for line in range(0, size, LINE):
         builder.call(function, [builder.inttoptr(builder.add(address, word(line)), pointer), *options])
 
 

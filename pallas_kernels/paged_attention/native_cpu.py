@@ -5,8 +5,8 @@ one call: items (a row's queries, up to `QUERY_BLOCK` of them, and a KV head) ar
 streams its pages through a softmax that is renormalised as it goes (Milakov and Gimelshein 2018), block by block.
 
 A query's result has the same bits whatever is computed beside it, chunked or not: blocks of keys are aligned to the
-sequence, products are taken in groups of four keys, and what a query does not see of its own request's keys and values,
-which are finite, counts zero. Anything else in the pool is not read.
+sequence, a row's sums do not depend on the tile it is in, and what a query does not see of its own request's keys and
+values, which are finite, counts zero. Anything else in the pool is not read.
 """
 
 from __future__ import annotations
@@ -19,35 +19,39 @@ import jax.numpy as jnp
 import numpy as np
 from numba import carray, njit
 
-from pallas_kernels.common.cpu_calls import (
-    KEPT,
+from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, result_bytes, source_version, words
+from pallas_kernels.common.cpu_values import (
     KINDS,
     OPTIONS,
-    argument,
     array_at,
+    item_bytes,
     load,
     pointer_f32,
     pointer_i32,
     pointer_u16,
-    register,
-    result,
-    result_bytes,
-    source_version,
     store,
-    words,
 )
 from pallas_kernels.common.native import NATIVE_DTYPES
+from pallas_kernels.matmul import native_cpu as products
+from pallas_kernels.matmul import tile
+from pallas_kernels.matmul.native_cpu import STEP_BYTES, multiply_rows
+from pallas_kernels.matmul.tile import COLUMNS
 from pallas_kernels.paged_attention import native_cpu_block
 from pallas_kernels.paged_attention.native_cpu_block import (
+    AHEAD_WORDS,
     KEY_BLOCK,
-    add_values,
     exp,
     exponentials,
-    fetch_block,
+    fetch,
+    find_rows,
     largest,
-    read_block,
-    score_keys,
+    pack_keys,
+    pack_values,
+    plan_fetch,
 )
+
+SOURCES = tuple(str(module.__file__) for module in (native_cpu_block, products, tile))
+"""Files whose functions are called here."""
 
 QUERY_BLOCK = 32
 """Query tokens of an item."""
@@ -56,70 +60,145 @@ _NEVER = np.float32(-1e30)
 
 
 @njit(**OPTIONS)
-def _attend(q, pool, layer, pages, head, begin, count, position, scale, window, softcap, sinks, out):
-    """Queries [begin, begin + count) of one row, the first at `position`, over KV head `head`."""
+def scratch_words(kind, rows, dim):
+    """Words of 8 bytes that `attend` needs for `rows` queries (tokens times query heads of a KV head)."""
+    tiled, wide, size = _rounded_up(rows, 4), _rounded_up(dim, COLUMNS), item_bytes(kind)
+    numbers = tiled * (wide + KEY_BLOCK) + (2 * KEY_BLOCK + 1) * wide
+    return (numbers * size + 4 * tiled * (KEY_BLOCK + 2 * wide + 2)) // 8 + KEY_BLOCK + AHEAD_WORDS + 16
+
+
+@njit(**OPTIONS)
+def aligned(address):
+    """The next multiple of 64."""
+    return (address + 63) // 64 * 64
+
+
+@njit(**OPTIONS)
+def _rounded_up(count, size):
+    return (count + size - 1) // size * size
+
+
+@njit(**OPTIONS)
+def attend(kind, q, pool, layer, queries, options, sinks, out, scratch, after):
+    """A block of queries of one row over a KV head.
+
+    Args:
+      kind: of what is multiplied, see `KINDS`: bfloat16 where queries and pool are, else float32.
+      queries: page table of the row, KV head, first query and count, and the first one's position.
+      options: scale, window, softcap.
+      scratch: address of `scratch_words`, at a multiple of 64.
+      after: page table, KV head, first token and end of what the thread will attend to next, which is fetched ahead.
+    """
+    pages, head, begin, count, position = queries
+    scale, window, softcap = options
     dim = q.shape[2]
     group = q.shape[1] // pool.shape[3]
     rows = count * group
-    tiles = (rows + 3) // 4
-    queries = np.zeros((4 * tiles, dim), np.float32)
-    sums = np.zeros((4 * tiles, dim), np.float32)
-    scores = np.empty((4 * tiles, KEY_BLOCK), np.float32)
-    block = np.empty((KEY_BLOCK, dim), np.float32)
-    tops = np.full(4 * tiles, _NEVER, np.float32)
-    totals = np.zeros(4 * tiles, np.float32)
+    tiled, wide, size = _rounded_up(rows, 4), _rounded_up(dim, COLUMNS), item_bytes(kind)
+    scores = array_at(np.float32(0), scratch, (tiled, KEY_BLOCK))
+    scratch += 4 * tiled * KEY_BLOCK
+    added = array_at(np.float32(0), scratch, (tiled, wide))
+    scratch += 4 * tiled * wide
+    sums = array_at(np.float32(0), scratch, (tiled, wide))
+    scratch += 4 * tiled * wide
+    tops, totals = array_at(np.float32(0), scratch, (tiled,)), array_at(np.float32(0), scratch + 4 * tiled, (tiled,))
+    scratch += 8 * tiled
+    x = array_at(kind, scratch, (tiled, wide))
+    scratch += size * tiled * wide
+    block = array_at(kind, scratch, (KEY_BLOCK + 1, wide))
+    scratch += size * (KEY_BLOCK + 1) * wide
+    addresses = words(aligned(scratch), KEY_BLOCK)
+    ahead = words(aligned(scratch) + 8 * KEY_BLOCK, AHEAD_WORDS)
+    scratch = aligned(scratch) + 8 * (KEY_BLOCK + AHEAD_WORDS)
+    packed = scratch
+    scratch += size * KEY_BLOCK * wide
+    weights = array_at(kind, scratch, (tiled, KEY_BLOCK))
+
+    x[:] = 0
+    block[KEY_BLOCK] = 0
+    sums[:] = np.float32(0)
+    weights[:] = 0
     for i in range(rows):
         t, h = i // group, head * group + i % group
         for d in range(dim):
-            queries[i, d] = load(q[begin + t, h, d]) * scale
+            store(x, (i, d), load(q[begin + t, h, d]))
+        tops[i], totals[i] = _NEVER, np.float32(0)
         if sinks.shape[0] and sinks[h] > _NEVER:
             tops[i], totals[i] = sinks[h], np.float32(1)
     end = position + count
-    first = max(position - window + 1, 0) // KEY_BLOCK * KEY_BLOCK
-    fetch_block(pool, layer, pages, 0, head, max(position - window + 1, 0), min(end, first + KEY_BLOCK))
+    oldest = max(position - window + 1, 0)
+    first = oldest // KEY_BLOCK * KEY_BLOCK
     while first < end:
-        held_from = max(position - window + 1 - first, 0)
-        held_to = min(end - first, KEY_BLOCK)
-        fetch_block(pool, layer, pages, 1, head, first + held_from, first + held_to)
-        read_block(pool, layer, pages, 0, head, first, held_from, held_to, block)
-        for tile in range(tiles):
-            newest = position + min((4 * tile + 3) // group, count - 1)
-            score_keys(queries, 4 * tile, block, min(newest + 1 - first, KEY_BLOCK), scores)
-        for i in range(4 * tiles):
+        held_from, held_to = max(oldest - first, 0), min(end - first, KEY_BLOCK)
+        held = _rounded_up(held_to, COLUMNS)
+        if first + KEY_BLOCK < end:
+            plan_fetch(pool, layer, pages, head, oldest, first + KEY_BLOCK, end, ahead)
+        else:
+            following, head_after, oldest_after, end_after = after
+            block_after = oldest_after // KEY_BLOCK * KEY_BLOCK
+            plan_fetch(pool, layer, following, head_after, oldest_after, block_after, end_after, ahead)
+        find_rows(kind, pool, layer, pages, 0, head, first, held_from, held_to, held, block, addresses)
+        pack_keys(addresses, held, size * wide, packed, ahead)
+        for column in range(0, held, COLUMNS):
+            w = packed + size * wide * column
+            fetch(ahead)
+            _multiply(kind, x, wide, w, scores[:, column:].ctypes.data, 4 * KEY_BLOCK)
+        for i in range(rows):
             at = position + i // group
             stop = max(min(at + 1 - first, KEY_BLOCK), 0)
             start = max(at - window + 1 - first, 0)
-            row = scores[i]
-            if i >= rows or start >= stop:
-                for j in range(KEY_BLOCK):
-                    row[j] = np.float32(0)
+            if start >= stop:
+                weights[i] = 0
                 continue
+            fetch(ahead)
+            row = scores[i]
+            for j in range(KEY_BLOCK):
+                row[j] *= scale
             if softcap > 0:
-                for j in range(start, stop):
-                    # tanh by exp(-2 |x|)
-                    x = row[j] / softcap
-                    e = exp(np.float32(-2) * abs(x))
-                    y = (np.float32(1) - e) / (np.float32(1) + e) * softcap
-                    row[j] = y if x >= 0 else -y
-            for j in range(start):
-                row[j] = _NEVER
-            for j in range(stop, KEY_BLOCK):
-                row[j] = _NEVER
+                _cap(row, softcap)
+            row[:start] = _NEVER
+            row[stop:] = _NEVER
             top = max(largest(row), tops[i])
             keep = exp(tops[i] - top)
             tops[i], totals[i] = top, totals[i] * keep + exponentials(row, top)
-            for d in range(dim):
+            for j in range(KEY_BLOCK):
+                store(weights, (i, j), row[j])
+            for d in range(wide):
                 sums[i, d] *= keep
-        fetch_block(pool, layer, pages, 0, head, first + KEY_BLOCK, min(end, first + 2 * KEY_BLOCK))
-        read_block(pool, layer, pages, 1, head, first, held_from, held_to, block)
-        for tile in range(tiles):
-            newest = position + min((4 * tile + 3) // group, count - 1)
-            add_values(scores, 4 * tile, block, min(newest + 1 - first, KEY_BLOCK), sums)
+        find_rows(kind, pool, layer, pages, 1, head, first, held_from, held_to, held, block, addresses)
+        pack_values(kind, addresses, held, size * wide, packed, ahead)
+        for g in range(wide // COLUMNS):
+            w = packed + g * COLUMNS * KEY_BLOCK * size
+            fetch(ahead)
+            _multiply(kind, weights, held, w, added[:, g * COLUMNS :].ctypes.data, 4 * wide)
+        for i in range(rows):
+            for d in range(wide):
+                sums[i, d] += added[i, d]
         first += KEY_BLOCK
     for i in range(rows):
         t, h = i // group, head * group + i % group
         for d in range(dim):
             store(out, (begin + t, h, d), sums[i, d] / totals[i])
+
+
+@njit(**OPTIONS)
+def _multiply(kind, x, inner, w, out, out_stride):
+    """`x[:, :inner]` times a packed matrix [inner, 32] at address `w`; to address `out`."""
+    row, stride = 0, x.shape[1] * item_bytes(kind)
+    steps = inner * item_bytes(kind) // STEP_BYTES
+    while row < x.shape[0]:
+        to = out + row * out_stride
+        row += multiply_rows(kind, x.ctypes.data, stride, w, steps, to, out_stride, row, x.shape[0], w)
+
+
+@njit(**OPTIONS)
+def _cap(row, softcap):
+    """softcap * tanh(x / softcap), by exp(-2 |x|)."""
+    for j in range(KEY_BLOCK):
+        x = row[j] / softcap
+        e = exp(np.float32(-2) * abs(x))
+        y = (np.float32(1) - e) / (np.float32(1) + e) * softcap
+        row[j] = y if x >= 0 else -y
 
 
 @njit(**OPTIONS)
@@ -153,7 +232,7 @@ def _plan_items(frame, threads):
 
 
 @njit(**OPTIONS)
-def _run_item(frame, plan, item, q, pool, out):
+def _run_item(kind, frame, plan, item, q, pool, out):
     layer = carray(pointer_i32(argument(frame, 2)[0]), (1,))[0]
     address, shape = argument(frame, 3)
     table = carray(pointer_i32(address), (shape[0], shape[1]))
@@ -162,26 +241,17 @@ def _run_item(frame, plan, item, q, pool, out):
     sinks = carray(pointer_f32(address), (shape[0],))
     block, head = item // pool.shape[3], item % pool.shape[3]
     row, begin, count, position = words(plan + 8 * (1 + 4 * block), 4)
-    _attend(
-        q,
-        pool,
-        layer,
-        table[row],
-        head,
-        begin,
-        count,
-        position,
-        options[0],
-        np.int64(options[1]),
-        options[2],
-        sinks,
-        out,
-    )
+    pages = table[row]
+    scratch = np.empty(scratch_words(kind, count * (q.shape[1] // pool.shape[3]), q.shape[2]), np.int64)
+    queries, nothing = (pages, head, begin, count, position), (pages, head, position + count, position + count)
+    choices = (options[0], np.int64(options[1]), options[2])
+    attend(kind, q, pool, layer, queries, choices, sinks, out, aligned(scratch.ctypes.data), nothing)
+    scratch[0] = 0  # it lives until here
 
 
 def _compiled_parts(version: int, dtype: str, pool_dtype: str) -> tuple[Any, Any]:
     """`plan_items` and `run_item`, as `register` takes them; `version` is in the key under which their code is kept."""
-    kind, pool_kind = KINDS[dtype], KINDS[pool_dtype]
+    kind, pool_kind, work = KINDS[dtype], KINDS[pool_dtype], work_kind(dtype, pool_dtype)
 
     @njit(**KEPT)
     def plan_items(frame, threads):
@@ -196,16 +266,21 @@ def _compiled_parts(version: int, dtype: str, pool_dtype: str) -> tuple[Any, Any
         q, out = array_at(kind, address, tokens), array_at(kind, result(frame, 0), tokens)
         address, shape = argument(frame, 1)
         pool = array_at(pool_kind, address, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]))
-        _run_item(frame, plan, item, q, pool, out)
+        _run_item(work, frame, plan, item, q, pool, out)
 
     return plan_items, run_item
+
+
+def work_kind(dtype: str, pool_dtype: str) -> Any:
+    """What queries of a dtype and a pool of another are multiplied as, see `KINDS`."""
+    return KINDS[dtype if dtype == pool_dtype else "float32"]
 
 
 @functools.cache
 def _call_name(dtype: str, pool_dtype: str) -> str:
     """The custom call for queries and pool of these types; compiled when first asked for."""
     name = f"pallas_kernels.paged_attention.{dtype}.{pool_dtype}"
-    register(name, *_compiled_parts(source_version(__file__, native_cpu_block.__file__), dtype, pool_dtype))
+    register(name, *_compiled_parts(source_version(__file__, *SOURCES), dtype, pool_dtype))
     return name
 
 

@@ -1,14 +1,30 @@
-"""What `native_cpu` does with a block of keys or values: four queries at a time, all in the nearest caches."""
+"""What `native_cpu` does with a block of keys or values, all in the nearest caches.
+
+Keys and values of a block are packed as matrices for products are (`pallas_kernels.matmul`), and multiplied by the
+same tiles: scores are queries times keys as columns, sums are weights times values.
+"""
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from typing import Any
 
-from pallas_kernels.common.cpu_calls import INLINE, OPTIONS, bits_to_float, load, prefetch
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pallas_kernels.common.cpu_values import INLINE, OPTIONS, array_at, bits_to_float, item_bytes, load, prefetch, store
+from pallas_kernels.matmul.tile import COLUMNS, LINE
 
 KEY_BLOCK = 128
 """Keys whose scores are held at once."""
+TURN_STRIDE = 4 * COLUMNS
+PIECE = 2048
+"""Bytes that are fetched at once, at most."""
+AHEAD_WORDS = 4 + 96
+FETCHES = 12
+"""Calls of `fetch`, at least, while a whole block is computed."""
 
 
 @njit(**INLINE)
@@ -30,13 +46,27 @@ def exp(x: float) -> float:
     return np.float32(0) if low else p * power
 
 
-@njit(**OPTIONS | {"fastmath": True})  # without NaN in mind the comparison is one instruction
+@intrinsic
+def _largest(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = 16
+        vector = ir.VectorType(ir.FloatType(), lanes)
+        top = None
+        for offset in range(0, KEY_BLOCK, lanes):
+            place = builder.add(args[0], ir.Constant(ir.IntType(64), 4 * offset))
+            x = builder.load(builder.inttoptr(place, vector.as_pointer()), align=4)
+            top = x if top is None else builder.select(builder.fcmp_ordered(">", x, top), x, top)
+        kind = ir.FunctionType(ir.FloatType(), [vector])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmax.v16f32")
+        return builder.call(reduce, [top])
+
+    return types.float32(types.int64), generate
+
+
+@njit(**OPTIONS)
 def largest(row):
     """Largest of KEY_BLOCK numbers."""
-    top = row[0]
-    for j in range(KEY_BLOCK):
-        top = max(top, row[j])
-    return top
+    return _largest(row.ctypes.data)
 
 
 @njit(**OPTIONS)
@@ -51,89 +81,140 @@ def exponentials(row, top):
 
 
 @njit(**OPTIONS)
-def score_keys(q, q0, k, count, out):
-    """out[q0 + i, j] = q[q0 + i] . k[j] for four queries and the first `count` keys, rounded up to fours."""
-    j = 0
-    while j < count:
-        a00 = a01 = a02 = a03 = a10 = a11 = a12 = a13 = np.float32(0)
-        a20 = a21 = a22 = a23 = a30 = a31 = a32 = a33 = np.float32(0)
-        for d in range(q.shape[1]):
-            k0, k1, k2, k3 = k[j, d], k[j + 1, d], k[j + 2, d], k[j + 3, d]
-            x = q[q0, d]
-            a00 += x * k0
-            a01 += x * k1
-            a02 += x * k2
-            a03 += x * k3
-            x = q[q0 + 1, d]
-            a10 += x * k0
-            a11 += x * k1
-            a12 += x * k2
-            a13 += x * k3
-            x = q[q0 + 2, d]
-            a20 += x * k0
-            a21 += x * k1
-            a22 += x * k2
-            a23 += x * k3
-            x = q[q0 + 3, d]
-            a30 += x * k0
-            a31 += x * k1
-            a32 += x * k2
-            a33 += x * k3
-        out[q0, j], out[q0, j + 1], out[q0, j + 2], out[q0, j + 3] = a00, a01, a02, a03
-        out[q0 + 1, j], out[q0 + 1, j + 1], out[q0 + 1, j + 2], out[q0 + 1, j + 3] = a10, a11, a12, a13
-        out[q0 + 2, j], out[q0 + 2, j + 1], out[q0 + 2, j + 2], out[q0 + 2, j + 3] = a20, a21, a22, a23
-        out[q0 + 3, j], out[q0 + 3, j + 1], out[q0 + 3, j + 2], out[q0 + 3, j + 3] = a30, a31, a32, a33
-        j += 4
+def find_rows(kind, pool, layer, pages, part, head, first, start, stop, end, block, rows):
+    """Addresses of the keys or values of a block that begins at token `first`, as `kind`, D rounded up to 32s.
 
-
-@njit(**OPTIONS)
-def add_values(p, q0, v, count, sums):
-    """sums[q0 + i] += p[q0 + i, j] * v[j] for four queries and the first `count` values, rounded up to fours."""
-    j = 0
-    while j < count:
-        p00, p01, p02, p03 = p[q0, j], p[q0, j + 1], p[q0, j + 2], p[q0, j + 3]
-        p10, p11, p12, p13 = p[q0 + 1, j], p[q0 + 1, j + 1], p[q0 + 1, j + 2], p[q0 + 1, j + 3]
-        p20, p21, p22, p23 = p[q0 + 2, j], p[q0 + 2, j + 1], p[q0 + 2, j + 2], p[q0 + 2, j + 3]
-        p30, p31, p32, p33 = p[q0 + 3, j], p[q0 + 3, j + 1], p[q0 + 3, j + 2], p[q0 + 3, j + 3]
-        for d in range(sums.shape[1]):
-            v0, v1, v2, v3 = v[j, d], v[j + 1, d], v[j + 2, d], v[j + 3, d]
-            sums[q0, d] += p00 * v0 + p01 * v1 + p02 * v2 + p03 * v3
-            sums[q0 + 1, d] += p10 * v0 + p11 * v1 + p12 * v2 + p13 * v3
-            sums[q0 + 2, d] += p20 * v0 + p21 * v1 + p22 * v2 + p23 * v3
-            sums[q0 + 3, d] += p30 * v0 + p31 * v1 + p32 * v2 + p33 * v3
-        j += 4
-
-
-@njit(**OPTIONS)
-def _copy(source, target):
-    for i in range(target.shape[0]):
-        target[i] = load(source[i])
-
-
-@njit(**OPTIONS)
-def read_block(pool, layer, pages, part, head, first, start, stop, block):
-    """Tokens [start, stop) of a block that begins at token `first`, as float32; zeros for the others."""
-    page_size = pool.shape[4]
-    for j in range(start):
-        for d in range(block.shape[1]):
-            block[j, d] = np.float32(0)
+    Those of tokens [start, stop); for the others before `end` the address of zeros. They lie in the pool, or where that
+    is another type or D no multiple of 32, in `block` [KEY_BLOCK + 1, D rounded up].
+    """
+    page_size, dim = pool.shape[4], pool.shape[5]
+    row_bytes, zeros = block.shape[1] * item_bytes(kind), block[KEY_BLOCK].ctypes.data
+    is_as_stored = item_bytes(kind) == pool.itemsize and dim == block.shape[1]
+    rows[:start] = zeros
+    rows[stop:end] = zeros
     j = start
     while j < stop:
         page, slot = (first + j) // page_size, (first + j) % page_size
         source = pool[layer, pages[page], part, head]
         count = min(page_size - slot, stop - j)
-        _copy(source[slot : slot + count].reshape(-1), block[j : j + count].reshape(-1))
+        if is_as_stored:
+            address = source[slot].ctypes.data
+            for i in range(count):
+                rows[j + i] = address + i * row_bytes
+        else:
+            for i in range(count):
+                for d in range(dim):
+                    store(block, (j + i, d), load(source[slot + i, d]))
+                block[j + i, dim:] = 0
+                rows[j + i] = block[j + i].ctypes.data
         j += count
-    for j in range(stop, KEY_BLOCK):
-        for d in range(block.shape[1]):
-            block[j, d] = np.float32(0)
+
+
+@intrinsic
+def _turn(typing: Any, rows: Any, offset: Any, target: Any) -> Any:
+    """Transposes 16 by 16 words of 32 bits, at `offset` bytes of the 16 addresses at `rows`.
+
+    Rows of the target are `TURN_STRIDE` bytes apart.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        addresses, offset, target = args
+        size, word = 16, ir.IntType(64)
+        vector = ir.VectorType(ir.IntType(32), size)
+        rows = []
+        for row in range(size):
+            place = builder.add(addresses, ir.Constant(word, 8 * row))
+            start = builder.add(builder.load(builder.inttoptr(place, word.as_pointer())), offset)
+            rows.append(builder.load(builder.inttoptr(start, vector.as_pointer()), align=2))
+        for step in (1, 2, 4, 8):  # swaps the blocks off the diagonal, of ever larger blocks
+            for row in range(size):
+                if row & step == 0:
+                    one, two = rows[row], rows[row + step]
+                    upper = [c if c & step == 0 else size + c - step for c in range(size)]
+                    lower = [c + step if c & step == 0 else size + c for c in range(size)]
+                    rows[row] = builder.shuffle_vector(one, two, ir.Constant(vector, upper))
+                    rows[row + step] = builder.shuffle_vector(one, two, ir.Constant(vector, lower))
+        for row in range(size):
+            place = builder.add(target, ir.Constant(word, row * TURN_STRIDE))
+            builder.store(rows[row], builder.inttoptr(place, vector.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 3), generate
 
 
 @njit(**OPTIONS)
-def fetch_block(pool, layer, pages, part, head, first, end):
-    """Asks for the pages of tokens [first, end), which memory gives while another block is computed."""
+def pack_keys(rows, end, row_bytes, packed, ahead):
+    """Keys at addresses rows[:end] as the columns of packed matrices [D, 32], at address `packed`; `end` in 32s."""
+    address = rows.ctypes.data
+    for first in range(0, end, 16):
+        if first % 32 == 0:
+            fetch(ahead)
+        to = packed + first // COLUMNS * COLUMNS * row_bytes + first % COLUMNS * 4
+        for byte in range(0, row_bytes, 64):
+            _turn(address + 8 * first, byte, to + 32 * byte)
+
+
+@intrinsic
+def _pair(typing: Any, one: Any, two: Any, target: Any) -> Any:
+    """Puts 32 numbers of 16 bits at `one` and as many at `two` side by side, one and one."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(16), COLUMNS)
+        order = [place for c in range(COLUMNS) for place in (c, COLUMNS + c)]
+        one, two = (builder.load(builder.inttoptr(x, vector.as_pointer()), align=2) for x in args[:2])
+        both = builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(ir.IntType(32), 2 * COLUMNS), order))
+        builder.store(both, builder.inttoptr(args[2], both.type.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 3), generate
+
+
+@njit(**OPTIONS)
+def pack_values(kind, rows, end, row_bytes, packed, ahead):
+    """Values at addresses rows[:end] as packed matrices [end, 32], one after the other, of 32 dimensions each.
+
+    `packed` is the address of [D / 32, KEY_BLOCK / p, 32, p].
+    """
+    size = item_bytes(kind)
+    for first in range(0, row_bytes, COLUMNS * size):
+        target = packed + first * KEY_BLOCK
+        fetch(ahead)
+        if size == 2:
+            for j in range(0, end, 2):
+                _pair(rows[j] + first, rows[j + 1] + first, target + j * COLUMNS * size)
+        else:
+            for j in range(end):
+                numbers = array_at(np.float32(0), target + j * COLUMNS * size, (COLUMNS,))
+                numbers[:] = array_at(np.float32(0), rows[j] + first, (COLUMNS,))
+
+
+@njit(**OPTIONS)
+def plan_fetch(pool, layer, pages, head, oldest, first, end, ahead):
+    """Makes `ahead` the list of what the block that begins at token `first` holds of tokens [oldest, end).
+
+    `ahead` is int64[AHEAD_WORDS]: pieces fetched, pieces there are, their bytes, pieces at a time, their addresses.
+    """
     page_size = pool.shape[4]
-    for page in range(first // page_size, (end + page_size - 1) // page_size):
-        piece = pool[layer, pages[page], part, head]
-        for line in range(0, piece.nbytes, 64):
-            prefetch(piece.ctypes.data + line)
+    stop = min(end, first + KEY_BLOCK)
+    count, start = 0, max(oldest, first)
+    page_bytes = pool[0, 0, 0, 0].nbytes
+    size = min(page_bytes, PIECE)
+    for part in range(2):
+        for page in range(start // page_size, (stop + page_size - 1) // page_size):
+            address = pool[layer, pages[page], part, head].ctypes.data
+            for byte in range(0, page_bytes, size):
+                if count < AHEAD_WORDS - 4:
+                    ahead[4 + count] = address + byte
+                    count += 1
+    ahead[0], ahead[1], ahead[2], ahead[3] = 0, count, size, (count + FETCHES - 1) // FETCHES
+
+
+@njit(**OPTIONS)
+def fetch(ahead):
+    """Asks for the next pieces of a list, which memory gives while something else is computed."""
+    first = ahead[0]
+    end = min(first + ahead[3], ahead[1])
+    for piece in range(first, end):
+        for line in range(0, ahead[2], LINE):
+            prefetch(ahead[4 + piece] + line)
+    ahead[0] = end

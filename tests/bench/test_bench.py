@@ -13,7 +13,8 @@ from jaxserve.testing.tiny import tiny_config, tiny_weights
 def test_figures_of_a_run_worked_by_hand():
     stats = EngineStats(
         iterations=4,
-        slot_steps=12,
+        steps=6,
+        slot_steps=18,
         wasted_rows=2,
         tokens=30,
         padded_tokens=40,
@@ -31,6 +32,8 @@ def test_figures_of_a_run_worked_by_hand():
             "padding_ratio": 0.25,
             "wasted_rows": 2,
             "hidden_share": 0.75,
+            "steps_per_iteration": 1.5,
+            "host_us_per_token": 2000.0,
             "host_ms_per_iteration": 5.0,
             "device_ms_per_iteration": 50.0,
         }
@@ -68,9 +71,22 @@ def test_offline_measures_and_writes_json(tiny_model_dir, tmp_path, capsys):
     assert "output tokens/s" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_decode_steps_compares_engines_in_turns(tiny_model_dir, tmp_path):
+    output = tmp_path / "figures.json"
+    words = ["--dtypes=float32", "--slots=2", "--prompt-tokens=8", "--output-tokens=40", "--runs=2"]
+    main(["bench", "decode_steps", f"--model={tiny_model_dir}", *words, "--max-decode-steps=1,5", f"--output={output}"])
+    single, several = json.loads(output.read_text())["results"]
+    assert (single["max_decode_steps"], several["max_decode_steps"]) == (1, 5)
+    assert single["steps_per_iteration"] == single["ratio_tokens_per_s"] == single["ratio_host"] == 1.0
+    assert several["steps_per_iteration"] > 2 and several["iterations"] < single["iterations"]
+    assert several["equal_outputs_share"] == 1.0 and len(several["ratios_host"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("offline", "--max-decode-steps=1,8"), "max_decode_steps is 1,8; offline takes one, decode_steps several"),
         ((), "say first what to measure: offline, serve, compare, compare_modes, machine, decode_ratio"),
         (("speed",), "there is no measurement 'speed'"),
         (("offline", "--runs=0"), "--runs=0: must be at least 1"),

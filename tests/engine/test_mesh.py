@@ -22,7 +22,14 @@ llm = LLM(model, dtype="float32", max_model_len=64, max_num_seqs=2, max_num_batc
 params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 outputs = llm.generate([[1, 2, 3], list(range(40))], params, use_tqdm=False)
 swapped = llm.engine.scheduler.counters.swapped_pages
-print(json.dumps([[o.outputs[0].token_ids for o in outputs], swapped]))
+loops = LLM(model, dtype="float32", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=16,
+            page_size=4, num_pages=33, prefill_buckets=(16,), decode_buckets=(2,), table_width_buckets=(16,),
+            compile_cache="", tensor_parallel_size=devices, max_decode_steps=5, max_arrival_delay_s=1e6)
+params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, ignore_eos=True)
+drawn = [[o.outputs[0].token_ids for o in e.generate([[1, 2, 3], [9] * 7], params, use_tqdm=False)]
+         for e in (llm, loops)]
+assert loops.engine.stats.steps > 1.5 * loops.engine.stats.iterations and drawn[0] == drawn[1], drawn
+print(json.dumps([[o.outputs[0].token_ids for o in outputs], swapped, drawn[1]]))
 """
 
 COPIES = """

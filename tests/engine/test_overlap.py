@@ -67,10 +67,13 @@ class Lives:
     """Submissions that arrive between steps, some of whose choices are aborted.
 
     Attributes:
+      arrivals: submissions that come at once, at random.
       choices: by submission, each choice's output so far.
       prompt_logprobs: by submission.
       aborted: (submission, choice) of those that were aborted while they lived.
     """
+
+    arrivals = (0, 1, 2, 4)
 
     def __init__(self, engine, submissions, seed):
         self._engine, self._submissions, self._rng = engine, submissions, random.Random(seed)
@@ -83,7 +86,7 @@ class Lives:
         engine, rng, left = self._engine, self._rng, list(range(len(self._submissions)))
         rng.shuffle(left)
         while left or engine.has_work:
-            for _ in range(min(rng.choice((0, 1, 2, 4)), len(left))):
+            for _ in range(min(rng.choice(self.arrivals), len(left))):
                 self._add(left.pop())
             engine.step()
             engine.scheduler.check_invariants()

@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.engine.dry_run import start_plan
-from jaxserve.runtime import make_mesh, weights_form
 from jaxserve.testing.tiny import tiny_config, tiny_weights, write_tiny_model
 from pallas_kernels.matmul import QuantisedMatrix, quantise
 from tests.engine.conftest import greedy, ids, random_prompts
@@ -125,6 +124,6 @@ def test_quantised_weights_are_refused_where_they_cannot_be(platform, settings):
 
 
 def test_form_and_names():
-    assert weights_form(EngineConfig(model="m", quantization="int4"), make_mesh(1)) == "packed"
+    assert form(quantization="int4") == "packed"
     with pytest.raises(ValueError, match="quantization is 'awq'; it must be one of gguf, int8, int4"):
         EngineConfig(model="m", quantization="awq")

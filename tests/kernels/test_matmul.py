@@ -45,7 +45,8 @@ def test_tile_of_bfloat16_with_and_without_the_instruction(has_dot):
 
     @njit
     def run(x, packed, out):
-        tile(x[0, 0], x.ctypes.data, 2 * x.shape[1], packed.ctypes.data, x.shape[1] // 2, out.ctypes.data, 4 * COLUMNS)
+        places = (x.ctypes.data, 2 * x.shape[1], packed.ctypes.data, x.shape[1] // 2, out.ctypes.data, 4 * COLUMNS)
+        tile(x[0, 0], *places, packed.ctypes.data, 0)
 
     x, matrix = draw(2, 40, dtype="bfloat16"), draw(40, COLUMNS, dtype="bfloat16")
     out = np.zeros((2, COLUMNS), np.float32)

@@ -1,6 +1,7 @@
 """Steps of real models' shapes with the kernels inside, compiled for devices that this machine lacks."""
 
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -29,7 +30,7 @@ def make_programs(target, num_devices, model, page_size, kv_cache_dtype):
     shardings = param_shardings(config, mesh, stacked=True)
     params = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
     kv = PoolLayout(config, mesh, page_size, kv_cache_dtype, target.implementation)
-    return kv, ProgramTable(kv, params, max_num_seqs=64, dtype="bfloat16")
+    return kv, ProgramTable(kv, params, max_num_seqs=64, dtype="bfloat16", max_decode_steps=16)
 
 
 FORMS = [
@@ -73,6 +74,23 @@ def test_a_step_compiles_with_kernels_and_does_not_copy_the_pool(
     assert analysis.temp_size_in_bytes < pool_bytes
     text = program.as_text()
     assert ("tpu_custom_call" if TARGETS[target].platform == "tpu" else "mosaic_gpu") in text
+
+
+@every_form(steps=True)
+def test_a_decode_loop_compiles_with_kernels_and_does_not_copy_the_pool(
+    target, num_devices, model, page_size, kv_cache_dtype
+):
+    kv, programs = make_programs(target, num_devices, model, page_size, kv_cache_dtype)
+    with jax.sharding.use_abstract_mesh(kv.mesh.abstract_mesh):
+        program = programs.compile_loop(BUCKETS[0], PAGES)
+    _check_in_place("the decode loop", program, kv.abstract(PAGES))
+    analysis, pool_bytes = program.memory_analysis(), kv.bytes_on_a_device(PAGES)
+    state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in programs._state)
+    assert analysis.alias_size_in_bytes >= pool_bytes + state_bytes
+    # Arrays of the logits' size, and weights that v5e lays out anew before the loop; no second pool.
+    logits_bytes = BUCKETS[0].decode_rows * kv.config.vocab_size * 4
+    assert analysis.temp_size_in_bytes < min(8 * logits_bytes, pool_bytes)
+    assert ("tpu_custom_call" if TARGETS[target].platform == "tpu" else "mosaic_gpu") in program.as_text()
 
 
 @every_form(steps=False)

@@ -1,5 +1,8 @@
 """Compiled programs: in place, no copy of the pool, and a hard error for what was not compiled."""
 
+import math
+import re
+
 import jax
 import pytest
 
@@ -10,6 +13,9 @@ from jaxserve.runtime import ModelRunner, make_mesh
 from jaxserve.runtime.memory_plan import format_bytes, make_plan
 from jaxserve.runtime.programs import _check_in_place
 from jaxserve.tables import Bucket
+
+COPIED = re.compile(r"= \(?\w+\[([\d,]+)\][^ ]* (?:copy|copy-start|transpose)\(")
+"""Dimensions of an array that compiled HLO makes by copying another."""
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +29,7 @@ def runner(tiny_model_dir):
         decode_buckets=(2,),
         prefill_buckets=(8,),
         table_width_buckets=(4,),
+        max_decode_steps=4,
     )
     mesh = make_mesh(1)
     loaded = load_model(resolve_model(str(tiny_model_dir)), "float32", mesh=mesh)
@@ -47,6 +54,35 @@ def test_a_step_ahead_adds_what_it_leaves_to_the_workspace(runner):
     assert further - ahead == ahead - alone >= logits_bytes
     # With logits and token scores of ten rows and the scores of eight prompt tokens: no copy of pool or slot state.
     assert ahead - alone < 3 * logits_bytes
+
+
+def test_the_decode_loop_copies_neither_pool_nor_weights_nor_slot_state(runner):
+    programs, bucket = runner._programs, Bucket(2, 0, 0, 4)
+    small, large = programs.compile_loop(bucket, 9), programs.compile_loop(bucket, 900)
+    temp_bytes = large.memory_analysis().temp_size_in_bytes
+    assert small.memory_analysis().temp_size_in_bytes == temp_bytes
+    pool = programs._kv.abstract(900)
+    state = programs._state
+    donated = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*jax.tree.leaves(pool), *state))
+    assert large.memory_analysis().alias_size_in_bytes >= donated
+    step, sampler = programs.compile(bucket, 900), programs.compile_sampler(2)
+    parts = [program.memory_analysis().temp_size_in_bytes for program in (step, sampler)]
+    logits_bytes = 2 * 264 * 4
+    assert temp_bytes <= sum(parts) + 2 * logits_bytes
+    kept = {x.shape for x in (*jax.tree.leaves(runner._params), *jax.tree.leaves(pool), *state)}
+    assert not [dims for dims in COPIED.findall(large.as_text()) if tuple(map(int, dims.split(","))) in kept]
+
+
+def test_a_workspace_holds_the_decode_loop_too(runner):
+    programs = runner._programs
+    needed = programs.workspace_bytes(Bucket(2, 8, 8, 4), 9)
+    loop = programs.compile_loop(Bucket(2, 0, 0, 4), 9).memory_analysis()
+    assert needed >= loop.temp_size_in_bytes + loop.output_size_in_bytes - loop.alias_size_in_bytes
+
+
+def test_a_missing_decode_loop_is_a_hard_error(runner):
+    with pytest.raises(MissingBucketError, match="the decode loop of bucket d1p0w4 was not compiled"):
+        runner._programs.loop(Bucket(1, 0, 0, 4))
 
 
 def test_a_missing_bucket_is_a_hard_error(runner):
@@ -95,6 +131,7 @@ def test_bytes_are_shown_with_a_unit():
 def test_warm_up_counts_every_program_once(runner):
     told = []
     runner.warm_up(lambda done, total, what: told.append((done, total)))
-    # Two steps, of decode alone and beside eight prompt tokens; their samplers, of which one is measured; placement.
-    assert {total for _, total in told} == {5}
-    assert [done for done, _ in told] == list(range(told[0][0], 6))
+    # Two steps, of decode alone and beside eight prompt tokens; their samplers, of which one is measured; placement;
+    # the decode loop of the first.
+    assert {total for _, total in told} == {6}
+    assert [done for done, _ in told] == list(range(told[0][0], 7))

@@ -16,6 +16,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.config.policy_config import GROWING_RESERVATIONS
 from jaxserve.core import Rejection, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult, TokenEvent
+from jaxserve.scheduler.step_time import StepTimeModel
 
 STOP_ID = 1007
 Content = tuple[Any, ...]
@@ -36,7 +37,8 @@ def make_config(**changes: Any) -> SchedulerConfig:
 
 
 def make_request(request_id: str, prompt: int = 4, output: int = 4, **fields: Any) -> Request:
-    """A request of `prompt` tokens 100, 101, ... that may emit `output` tokens."""
+    """A free-running request of `prompt` tokens 100, 101, ... that may emit `output` tokens."""
+    fields = {"free_running": True} | fields
     return Request(request_id, tuple(range(100, 100 + prompt)), max_tokens=output, **fields)
 
 
@@ -56,17 +58,24 @@ class FakeDevice:
 
     def __init__(self, config: SchedulerConfig, sample: Callable[[str, int], int]) -> None:
         self._page_size = config.page_size
+        self._runs_several = config.max_decode_steps > 1
         self._tables: list[dict[int, int]] = [{} for _ in range(config.max_num_seqs)]
         self._last_token = [-1] * config.max_num_seqs
         self._memory: dict[tuple[int, int], Content] = {}  # by (page, offset)
         self._host: dict[tuple[int, int], Content] = {}  # likewise, of the host pool
         self._sample = sample
 
-    def run(self, plan: StepPlan, content_of: Callable[[str, int], Content]) -> StepResult:
+    def run(
+        self,
+        plan: StepPlan,
+        content_of: Callable[[str, int], Content],
+        has_ended: Callable[[str, int], bool] = lambda request_id, position: False,
+    ) -> StepResult:
         """Writes every row's K/V, then checks that every row finds its whole context.
 
         Args:
           content_of: what K/V of a request's token at a position is; its last item is the token.
+          has_ended: whether the token at a position ends its request by its id.
         """
         for swap in plan.swaps:
             for page, host_page in zip(swap.page_ids, swap.host_page_ids, strict=True):
@@ -82,7 +91,12 @@ class FakeDevice:
             for index, page in enumerate(update.page_ids, update.first):
                 assert page != 0, f"slot {update.slot} got the null page"
                 self._tables[update.slot][index] = page
-        spans = [(row.request_id, row.slot, row.position, row.position + 1) for row in plan.decode]
+        if plan.num_steps > 1:
+            assert not plan.prefill
+            return StepResult((), (), self._run_steps(plan, content_of, has_ended))
+        # A row of several steps stops where its request ends; what comes after it, until the host knows, is in vain.
+        decode = [row for row in plan.decode if not (self._runs_several and has_ended(row.request_id, row.position))]
+        spans = [(row.request_id, row.slot, row.position, row.position + 1) for row in decode]
         spans += [(c.request_id, c.slot, c.start, c.start + len(c.token_ids)) for c in plan.prefill]
         for request_id, slot, start, end in spans:
             for position in range(start, end):
@@ -95,15 +109,40 @@ class FakeDevice:
             for position, token in enumerate(chunk.token_ids, chunk.start):
                 right = content_of(chunk.request_id, position)[-1]
                 assert token == right, f"{chunk.request_id} is fed {token} at {position}, not {right}"
-        for row in plan.decode:
+        for row in decode:
             fed, right = self._last_token[row.slot], self._sample(row.request_id, row.position)
             assert fed == right, f"{row.request_id} is fed {fed} at {row.position}, not {right}"
         sampled = [self._sample(request_id, end) for request_id, _, _, end in spans]
-        emits = [True] * len(plan.decode) + [chunk.emits for chunk in plan.prefill]
+        emits = [True] * len(decode) + [chunk.emits for chunk in plan.prefill]
         for (_, slot, _, _), token, emitted in zip(spans, sampled, emits, strict=True):
             if emitted:
                 self._last_token[slot] = token
-        return StepResult(tuple(sampled[: len(plan.decode)]), tuple(sampled[len(plan.decode) :]))
+        token_of = {slot: token for (_, slot, _, _), token in zip(spans, sampled, strict=True)}
+        return StepResult(tuple(token_of.get(row.slot, -1) for row in plan.decode), tuple(sampled[len(decode) :]))
+
+    def _run_steps(
+        self,
+        plan: StepPlan,
+        content_of: Callable[[str, int], Content],
+        has_ended: Callable[[str, int], bool],
+    ) -> tuple[tuple[int, ...], ...]:
+        """Row after row, as none sees another; a row whose request ended before is not run."""
+        runs = []
+        for row in plan.decode:
+            run: list[int] = []
+            position = row.position
+            while len(run) < row.num_steps and not has_ended(row.request_id, position):
+                fed, right = self._last_token[row.slot], self._sample(row.request_id, position)
+                assert fed == right, f"{row.request_id} is fed {fed} at {position}, not {right}"
+                self._memory[self._place(row.slot, position)] = content_of(row.request_id, position)
+                for at in range(position + 1):
+                    found = self._memory.get(self._place(row.slot, at))
+                    assert found == content_of(row.request_id, at), f"{row.request_id} finds {found} at {at}"
+                position += 1
+                run.append(self._sample(row.request_id, position))
+                self._last_token[row.slot] = run[-1]
+            runs.append(tuple(run))
+        return tuple(runs)
 
     def _copy(
         self, source: dict[tuple[int, int], Content], page: int, target: dict[tuple[int, int], Content], to: int
@@ -148,6 +187,11 @@ class Harness:
         self._chains: dict[int, list[tuple[int, int]]] = {}  # by arrival: hash of all tokens so far, token
         self._device = FakeDevice(self.config, sample)
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+
+    def measure(self, step_s: float = 1.0) -> None:
+        """Makes the scheduler believe that steps take about `step_s`, so that it may plan several at once."""
+        for number in range(StepTimeModel.MIN_STEPS):
+            self.scheduler._step_time.observe(1 + number % 2, number, step_s * (1.0 + 1e-3 * number))
 
     def add(self, *requests: Request) -> list[Rejection | None]:
         """Adds requests in order."""
@@ -212,7 +256,7 @@ class Harness:
         self.scheduler.check_invariants()
         if not plan.empty:
             self.plans.append(plan)
-            self._in_flight.append((plan, self._device.run(plan, self._content)))
+            self._in_flight.append((plan, self._device.run(plan, self._content, self._has_ended)))
         return plan
 
     def run(self, limit: int = 10_000) -> None:
@@ -235,6 +279,12 @@ class Harness:
             chain.append((hash((chain[-1] if chain else 0, token)), token))
         return (shares, *chain[position])
 
+    def _has_ended(self, request_id: str, position: int) -> bool:
+        """Whether the token at `position`, or one before it, is one that ends the request."""
+        request = self.scheduler.sequence(request_id).request
+        first = request.num_prompt_tokens + request.params.min_tokens
+        return any(self._sample(request_id, at) in request.stop_ids for at in range(first, position + 1))
+
     def _land_until(self, count: int) -> None:
         """Takes in the oldest results until `count` plans are in flight."""
         while len(self._in_flight) > count:
@@ -245,9 +295,12 @@ class Harness:
         for event in events:
             if event.token_id is not None:
                 rows = plan.decode if event.source == "decode" else plan.prefill
-                tokens = result.decode_tokens if event.source == "decode" else result.prefill_tokens
                 assert rows[event.row].request_id == event.request_id
-                assert tokens[event.row] == event.token_id
+                if event.source == "decode" and plan.num_steps > 1:
+                    assert event.token_id in result.decode_runs[event.row]
+                else:
+                    tokens = result.decode_tokens if event.source == "decode" else result.prefill_tokens
+                    assert tokens[event.row] == event.token_id
         self._take(events)
         self.scheduler.check_invariants()
 
@@ -262,6 +315,13 @@ class Harness:
 
     def _check_plan(self, plan: StepPlan) -> None:
         config, scheduler = self.config, self.scheduler
+        assert 1 <= plan.num_steps <= config.max_decode_steps
+        if plan.num_steps > 1:
+            assert not plan.prefill and not plan.swaps and not plan.preempted
+            # Whoever waits wants a slot, and no row leaves its own before the plan's last step.
+            assert not scheduler.num_waiting or min(plan.decode.num_steps) == plan.num_steps
+            assert plan.num_steps == max(plan.decode.num_steps) and min(plan.decode.num_steps) >= 1
+            assert all(scheduler.sequence(row.request_id).request.free_running for row in plan.decode)
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.prefill) <= config.max_prefill_seqs
         assert all(1 <= len(chunk.token_ids) <= config.prefill_chunk for chunk in plan.prefill)

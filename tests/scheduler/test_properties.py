@@ -74,6 +74,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_long_prefills": st.integers(1, 2),
                 "itl_target_s": st.sampled_from([None, 0.5, 1.5]),
                 "service_classes": st.sampled_from([(), CLASSES]),
+                "max_decode_steps": st.sampled_from([1, 2, 7]),
+                "max_arrival_delay_s": st.sampled_from([0.0, 2.5, 1e6]),
             }
         ),
     )
@@ -111,6 +113,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             lag,
             sample,
         )
+        if policies["max_decode_steps"] > 1:
+            self.harness.measure()
         self.admitted: dict[str, Request] = {}
         self.offered = 0
 
@@ -123,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         tenant=st.sampled_from(["", "a", "b"]),
         named=st.booleans(),
+        bound=st.sampled_from([False, False, True]),
     )
     def arrive(
         self,
@@ -134,6 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         tenant: str,
         named: bool,
+        bound: bool,
     ) -> None:
         has_classes = bool(self.harness.config.service_classes)
         params = SamplingParams(max_tokens=None, min_tokens=min_tokens, ignore_eos=ignore_eos)
@@ -147,6 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline_at=None if patience is None else self.harness.now + patience,
             tenant=tenant,
             service_class=CLASSES[0].name if named and has_classes else "",
+            free_running=not bound,
         )
         self.offered += 1
         (rejection,) = self.harness.add(request)

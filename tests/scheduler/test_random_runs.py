@@ -63,6 +63,14 @@ def with_swaps(config: SchedulerConfig, seed: int) -> SchedulerConfig:
     return replace(config, preemption=rng.choice(SWAPPING_PREEMPTIONS), num_host_pages=rng.randint(1, 30))
 
 
+def with_steps(config: SchedulerConfig, seed: int) -> SchedulerConfig:
+    """The same, but about half of them may run several steps at once; time is the number of iterations."""
+    rng = random.Random(f"steps {seed}")
+    if rng.random() < 0.5:
+        return config
+    return replace(config, max_decode_steps=rng.randint(2, 9), max_arrival_delay_s=rng.choice([0.0, 2.5, 9.0, 1e6]))
+
+
 def draw_request(rng: random.Random, request_id: str, harness: Harness) -> Request:
     has_classes = bool(harness.config.service_classes)
     return make_request(
@@ -75,14 +83,18 @@ def draw_request(rng: random.Random, request_id: str, harness: Harness) -> Reque
         tenant=rng.choice(["", "a"]),
         service_class="bulk" if has_classes and rng.random() < 0.3 else "",
         deadline_at=harness.now + rng.uniform(0, 60) if rng.random() < 0.1 else None,
+        free_running=request_id[-1] != "7",
     )
 
 
-def live(seed: int, *, swaps: bool = True) -> Harness:
+def live(seed: int, *, swaps: bool = True, steps: bool = True) -> Harness:
     """One run to its end, checked."""
     rng = random.Random(seed)
     config = draw_config(rng)
-    harness = Harness(with_swaps(config, seed) if swaps else config, rng.randint(0, 3), sample)
+    config = with_swaps(config, seed) if swaps else config
+    harness = Harness(with_steps(config, seed) if steps else config, rng.randint(0, 3), sample)
+    if harness.config.max_decode_steps > 1:
+        harness.measure()
     admitted: dict[str, Request] = {}
     for moment in range(60):
         if rng.random() < 0.6 and moment < 45:
@@ -109,28 +121,30 @@ def lives(seeds: range) -> Counter[str]:
     total: Counter[str] = Counter()
     for seed in seeds:
         try:
-            counters = live(seed).scheduler.counters
+            harness = live(seed)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+        counters = harness.scheduler.counters
         total["preemptions"] += counters.preemptions
         total["recomputed_tokens"] += counters.recomputed_tokens
         total["swapped_pages"] += counters.swapped_pages
         total["cached_tokens"] += counters.cached_tokens
         total["displaced"] += counters.rejected.get("displaced", 0)
         total["completed"] += counters.completed
+        total["of_several_steps"] += sum(plan.num_steps > 1 for plan in harness.plans)
     return total
 
 
 def test_every_combination_of_policies_brings_everyone_to_an_end() -> None:
     total = lives(range(250))
     # Seeds under which the paths in question were not taken would prove nothing.
-    names = ("preemptions", "recomputed_tokens", "swapped_pages", "cached_tokens", "displaced")
+    names = ("preemptions", "recomputed_tokens", "swapped_pages", "cached_tokens", "displaced", "of_several_steps")
     assert all(total[name] > 50 for name in names), total
 
 
 @pytest.mark.parametrize("seed", [415, 827, 10631, 11633, 12096, 12232, 20482])
 def test_runs_that_once_got_stuck(seed: int) -> None:
-    live(seed, swaps=False)
+    live(seed, swaps=False, steps=False)
 
 
 @pytest.mark.slow

@@ -59,7 +59,11 @@ def run(
             continue
         now += duration_s(plan, cost) + pause_s(plan)
         admit(now)
-        scheduler.update(plan, StepResult((5,) * len(plan.decode), (5,) * len(plan.prefill)), now)
+        if plan.num_steps > 1:
+            result = StepResult((), (), tuple((5,) * row.num_steps for row in plan.decode))
+        else:
+            result = StepResult((5,) * len(plan.decode), (5,) * len(plan.prefill))
+        scheduler.update(plan, result, now)
     scheduler.flush_trace()
     return write_trace(path, config, records)
 
@@ -67,6 +71,8 @@ def run(
 def duration_s(plan: StepPlan, cost: IterationCost) -> float:
     """What `plan`'s iteration takes."""
     num_rows = len(plan.decode)
+    if plan.num_steps > 1:
+        return cost.fixed_s * plan.num_steps + cost.per_row_s * plan.decode.num_tokens
     return cost.fixed_s + cost.per_row_s * num_rows + cost.per_token_s * (plan.num_tokens - num_rows)
 
 

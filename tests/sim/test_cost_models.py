@@ -15,13 +15,24 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.config.flag_table import CHIPS as CHIP_NAMES
 from jaxserve.scheduler import DecodeRow, DecodeRows, PrefillChunk, StepPlan, TraceWriter
 from jaxserve.sim import fit
-from jaxserve.sim.cost_model import LinearCost, StepFeatures, UnitCost, features_of
+from jaxserve.sim.cost_model import LinearCost, StepFeatures, UnitCost, features_of, plan_s
 from jaxserve.sim.roofline import CHIPS, Chip, ModelShape, RooflineCost
 from jaxserve.sim.simulator import Simulator
 from jaxserve.sim.workload import parse_workload
 
 REPOSITORY = Path(__file__).parents[2]
 COST = LinearCost(2e-3, 3e-5, 4e-8, 5e-6, 6e-10, 1e-4)
+
+
+def test_a_plan_of_several_steps_costs_what_its_steps_cost():
+    plan = StepPlan(0, DecodeRows(("a", "b"), (0, 1), (4, 9), (3, 2)), num_steps=3)
+    cost = LinearCost(1.0, 0.1, 0.01, 0.2, 0.001, dispatch_s=5.0)
+    # Contexts 5 and 10, 6 and 11, 7.
+    assert plan_s(cost, plan, (3, 2)) == (pytest.approx(5.0 + 3 * 1.0 + 5 * 0.1 + 39 * 0.01), 3)
+    # The second stops by an id at once, and the first had ended before: one step.
+    assert plan_s(cost, plan, (0, 1)) == (pytest.approx(5.0 + 1.0 + 0.1 + 0.1), 1)
+    assert plan_s(UnitCost(), plan, (3, 1)) == (3.0, 3)
+    assert plan_s(UnitCost(), plan, (0, 0)) == (1.0, 1)
 
 
 def test_features_of_a_plan_by_hand():
@@ -130,18 +141,18 @@ def test_bad_coefficients_name_field_and_rule(tmp_path, change, message):
     assert message in str(raised.value)
 
 
-def write_trace(path, num_requests=150, spoil=None, **settings):
-    """A trace of an engine that takes COST; `spoil(records)` changes it."""
+def write_trace(path, num_requests=150, spoil=None, cost=None, rate=25.0, **settings):
+    """A trace of an engine that takes `cost` (COST); `spoil(records)` changes it."""
     document = {
         "num_requests": num_requests,
-        "arrivals": {"kind": "poisson", "rate": 25.0},
+        "arrivals": {"kind": "poisson", "rate": rate},
         "prompt": {"kind": "uniform", "low": 10, "high": 900},
         "output": {"kind": "uniform", "low": 2, "high": 60},
     }
     config = SchedulerConfig(**({"max_num_batched_tokens": 256, "prefill_chunk": 200, "num_pages": 1024} | settings))
     records = []
     writer = TraceWriter(path, config=config)
-    Simulator(config, COST, parse_workload(document, "fit").source(), trace=records.append).run()
+    Simulator(config, cost or COST, parse_workload(document, "fit").source(), trace=records.append).run()
     for record in spoil(records) if spoil else records:
         writer(record)
     writer.close()
@@ -178,6 +189,17 @@ def test_the_fit_recovers_the_coefficients_behind_a_trace(tmp_path, ahead):
     assert (quality["slow_iterations"], quality["slow_share_of_time"]) == (0, 0.0)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_fit_recovers_what_a_dispatch_takes_from_a_trace_of_several_steps(tmp_path, ahead):
+    cost = replace(COST, swapped_page_s=0.0, dispatch_s=0.5 * COST.constant_s)
+    several = {"max_steps_ahead": ahead, "max_decode_steps": 8, "max_arrival_delay_s": 1e6}
+    path = write_trace(tmp_path / "trace.jsonl", cost=cost, rate=5.0, **several)
+    samples, durations = fit.trace_samples(path)
+    assert (samples[:, 0] > 1).sum() > 50
+    found = fit.fit(samples, durations).cost
+    assert asdict(found) == pytest.approx(asdict(cost), rel=1e-3)
+
+
 def test_the_fit_counts_what_was_swapped_and_what_was_computed_again(tmp_path):
     path = write_trace(tmp_path / "trace.jsonl", **SWAPPING)
     records = [json.loads(line) for line in path.read_text().splitlines()[1:]]
@@ -205,12 +227,27 @@ def test_a_few_slow_iterations_do_not_move_the_fit(tmp_path):
 
 
 def drawn_samples(rng, count=4000):
-    """Iterations of 1 to 8 decode rows, a third of them with a chunk: float64[count, 6]."""
+    """Iterations of 1 to 8 decode rows, a third of them with a chunk: float64[count, 7]."""
     rows = rng.integers(1, 9, count)
     context = rows * rng.integers(50, 900, count)
     tokens = rng.integers(1, 250, count) * (rng.random(count) < 1 / 3)
     attention = tokens * rng.integers(1, 500, count)
-    return np.stack([np.ones(count), rows, context, tokens, attention, 0 * rows], axis=1).astype(float)
+    ones = np.ones(count)
+    return np.stack([ones, rows, context, tokens, attention, 0 * rows, ones], axis=1).astype(float)
+
+
+def test_what_a_dispatch_takes_is_told_apart_where_iterations_have_several_steps():
+    rng = np.random.default_rng(0)
+    samples = drawn_samples(rng)
+    steps = np.where(samples[:, 3] > 0, 1, rng.integers(1, 9, len(samples)))
+    samples[:, :3] *= steps[:, None]
+    cost = replace(COST, dispatch_s=0.25 * COST.constant_s)
+    durations = samples @ np.array(list(asdict(cost).values()))
+    found = fit.fit(samples, durations).cost
+    assert found.dispatch_s == pytest.approx(cost.dispatch_s, rel=0.01)
+    assert found.constant_s == pytest.approx(cost.constant_s, rel=0.01)
+    samples[:, 0] = 1.0
+    assert fit.fit(samples, durations).cost.dispatch_s == 0.0, "every iteration has one step: nobody can tell"
 
 
 def test_the_fit_adds_up_to_what_was_measured_under_skewed_noise():

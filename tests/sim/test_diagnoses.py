@@ -16,6 +16,7 @@ from jaxserve.core import Priority
 from jaxserve.sim import diagnoses
 from jaxserve.sim.diagnoses import CHECKS, Diagnosis, diagnose
 from jaxserve.sim.iteration_cost import IterationCost
+from jaxserve.sim.spread import Spread
 from jaxserve.sim.trace_summary import TraceSummary
 from tests.scheduler.harness import make_request
 from tests.sim.clocked import Arrival, run, summary_of
@@ -233,6 +234,23 @@ def test_a_stall_without_work_is_not_blamed_on_the_scheduler(examine: Examine) -
     assert found["itl_tail"].figures["share_by_unexplained"] > 0.7
     _, found = examine(every(0.2, 60, output=30))
     assert "itl_tail" not in found
+
+
+def test_tokens_that_come_several_at_a_time_are_itl_steps(examine: Examine) -> None:
+    arrivals = list(every(2.0, 30, output=100))
+    _, found = examine(iter(arrivals), replace(ROOMY, max_decode_steps=8, max_arrival_delay_s=0.5))
+    assert list(found) == ["itl_steps"], found
+    assert found["itl_steps"].figures["itl_p50_s"] == pytest.approx(0.0101, rel=0.01)
+    assert "max_decode_steps" in found["itl_steps"].flags
+    _, found = examine(iter(arrivals), replace(ROOMY, max_decode_steps=8, max_arrival_delay_s=0.0))
+    assert list(found) == ["healthy"], found
+
+
+def test_of_a_server_several_steps_explain_long_gaps() -> None:
+    spread = Spread(100, 0.001, 0.1, 0.1, 0.1)
+    summary = TraceSummary("url", 10, 5, {}, {}, 0, itl_s=spread, decode_steps=4.0)
+    assert [each.name for each in diagnose(summary)] == ["itl_steps"]
+    assert [each.name for each in diagnose(replace(summary, decode_steps=1.0))] == ["itl_tail"]
 
 
 def test_every_flag_that_is_advised_exists() -> None:

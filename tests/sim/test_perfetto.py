@@ -68,6 +68,21 @@ def test_a_slots_track_shows_prefill_then_decode_of_each_holder(tmp_path: Path) 
     ]
 
 
+def test_a_span_of_several_steps_says_how_many_and_counts_their_tokens(tmp_path: Path) -> None:
+    harness = Harness(make_config(max_decode_steps=4, max_arrival_delay_s=1e6), lag=1)
+    harness.add(make_request("a", 4, 40))
+    harness.run()
+    several = sum(plan.num_steps == 4 for plan in harness.plans)
+    assert several
+    events = export(trace_of(harness, tmp_path / "t"))
+    steps = [event["args"].get("decode_steps", 1) for event in events if event["name"] == "step"]
+    assert steps == [plan.num_steps for plan in harness.plans]
+    (decode,) = [event["args"] for event in events if event["name"] == "decode a"]
+    assert decode == {"request": "a", "tokens": 39, "steps": len(harness.plans) - 1}
+    tokens = [event["args"]["decode"] for event in events if event["ph"] == "C" and event["name"] == "tokens"]
+    assert tokens == [0, *(plan.num_steps for plan in harness.plans[1:])]
+
+
 def test_counters_follow_queue_pages_and_tokens(tmp_path: Path) -> None:
     harness = Harness(make_config(max_num_seqs=1))
     harness.add(make_request("a", 12, 2), make_request("b", 4, 1))

@@ -64,7 +64,7 @@ def test_latencies_by_hand():
 
 
 def test_rates_and_counts_by_hand():
-    found = report(iterations=5, slot_steps=15, wasted_rows=3, tokens=40, busy_s=5.5)
+    found = report(iterations=4, steps=5, slot_steps=15, wasted_rows=3, tokens=40, busy_s=5.5)
     assert found["duration_s"] == 11.0
     assert (found["offered"], found["completed"], found["rejected"], found["expired"], found["live"]) == (5, 3, 1, 1, 0)
     assert found["rejected_by_reason"] == {"queue_full_requests": 1}

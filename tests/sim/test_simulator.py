@@ -283,3 +283,41 @@ def test_an_empty_workload_ends_at_once():
     assert (result.termination, result.totals.iterations, len(result.log)) == ("all_terminal", 0, 0)
     assert not math.isnan(result.totals.ended_at)
     assert figures(result, Objectives())["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_several_steps_bring_the_same_tokens_and_save_dispatches(lag):
+    """A step takes 1 s and a dispatch 1 s more; one request at a time."""
+    cost = LinearCost(1.0, 0.0, 0.0, 0.0, 0.0, dispatch_s=1.0)
+    document = {
+        "num_requests": 40,
+        "arrivals": {"kind": "constant", "rate": 0.005},
+        "prompt": 8,
+        "output": {"kind": "uniform", "low": 10, "high": 50},
+        "max_tokens": 56,
+    }
+
+    def simulated(**changes):
+        workload = parse_workload(document, "m/d/1")
+        return Simulator(config(max_steps_ahead=lag, **changes), cost, workload.source(), keep_ids=True).run()
+
+    single, several = simulated(), simulated(max_decode_steps=8, max_arrival_delay_s=1e6)
+    assert several.log.num_output.tolist() == single.log.num_output.tolist()
+    assert (several.termination, several.totals.steps) == ("all_terminal", pytest.approx(single.totals.steps, rel=0.1))
+    assert several.totals.iterations < 0.4 * single.totals.iterations
+    assert several.totals.busy_s < 0.75 * single.totals.busy_s
+
+
+def test_the_bound_for_arrivals_shows_in_their_first_tokens():
+    """With steps of 1 s, a request that comes at a bad moment waits so many seconds more."""
+    long = arrival(0, 0.0, output=400)
+    late = [arrival(1 + index, 40.3 + 7.37 * index, output=2) for index in range(20)]
+
+    def waits(**changes):
+        log = run(long, *late, max_model_len=512, num_pages=300, **changes).log
+        return [log.started_at[index] - log.arrived_at[index] for index in range(1, 21)]
+
+    assert max(waits()) <= 1.0
+    for delay_s in (0.0, 2.0, 5.0):
+        assert max(waits(max_decode_steps=16, max_arrival_delay_s=delay_s)) <= 1.0 + delay_s
+    assert max(waits(max_decode_steps=16, max_arrival_delay_s=5.0)) > 3.0, "no arrival lost anything"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.core import FinishReason, Priority
+from jaxserve.scheduler.step_time import StepTimeModel
 from jaxserve.sim.iteration_cost import IterationCost
 from jaxserve.sim.spread import Spread
 from jaxserve.sim.trace_summary import TraceSummary
@@ -56,7 +57,20 @@ def test_a_lost_slot_makes_the_longest_gap(tmp_path: Path) -> None:
     found = summary_of(run([low, high], tmp_path / "t", config, cost=SECOND))
     assert found.preemptions == 1
     assert found.stall_s is not None and (found.stall_s.count, found.stall_s.max) == (2, 4.0)
-    assert found.stall_causes == {"decode": 0.0, "prefill": 0.0, "preemption": 1.0, "unexplained": 0.0}
+    others = {"decode": 0.0, "prefill": 0.0, "steps": 0.0, "unexplained": 0.0}
+    assert found.stall_causes == {"preemption": 1.0, **others}
+
+
+def test_tokens_of_several_steps_come_together(tmp_path: Path) -> None:
+    """Single steps until what a step takes is measured, then four at a time."""
+    config = make_config(max_decode_steps=4, max_arrival_delay_s=100.0)
+    found = summary_of(run([Arrival(0.0, make_request("a", 4, 48))], tmp_path / "t", config, cost=SECOND))
+    single = StepTimeModel.MIN_STEPS - 1
+    assert found.num_iterations == 1 + single + (47 - single) // 4
+    assert found.itl_s is not None and (found.itl_s.count, found.itl_s.p50, found.itl_s.max) == (47, 0.0, 4.0)
+    assert all_at(found.pace_s, 1.0)
+    assert found.stall_causes is not None and found.stall_causes["steps"] == 1.0
+    assert found.cost is not None and found.cost.fixed_s == pytest.approx(1.0)
 
 
 def test_ends_of_every_kind_are_counted_and_only_completions_are_timed(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Slot tables: what a plan looks like once padded."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request, SamplingParams
 from jaxserve.scheduler.plan import DecodeRow, DecodeRows, PageUpdate, Placement, PrefillChunk, StepPlan
 from jaxserve.tables import BucketTable, TableBuilder
-from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS
+from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, LIMIT_COLUMNS
 
 CONFIG = SchedulerConfig(
     max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=8, page_size=4, max_model_len=32, max_prefill_seqs=2
@@ -102,3 +104,35 @@ def test_the_whole_64_bit_seed_reaches_the_key_words():
     plan = StepPlan(iteration=0, decode=DecodeRows.of([DecodeRow("a", 0, 1)]), placements=(Placement("a", 0, 0, -1),))
     _, fields = build(plan, {"a": request})
     assert fields["seed_high"].view(np.uint32)[0] == fields["seed_low"].view(np.uint32)[0] == 0xFFFFFFFF
+
+
+def test_several_steps_come_with_what_bounds_each_row():
+    config = replace(CONFIG, max_decode_steps=8)
+    eos = SamplingParams(stop_token_ids=(40, 30), min_tokens=3)
+    requests = {
+        "a": Request("a", (1, 2, 3), eos, eos_token_ids=(50,), free_running=True),
+        "b": Request("b", (4,) * 9, SamplingParams(ignore_eos=True), eos_token_ids=(50,), free_running=True),
+    }
+    builder = TableBuilder(config, BucketTable(config, decode=(2,), widths=(2, 4)))
+    first = StepPlan(
+        iteration=0,
+        prefill=(PrefillChunk("a", 2, 0, (1, 2, 3), True), PrefillChunk("b", 0, 0, (4,) * 9, True)),
+        placements=(Placement("a", 2, 0, -1), Placement("b", 0, 0, -1)),
+        pages=(PageUpdate(2, 0, (5,)), PageUpdate(0, 0, (1, 2, 3))),
+    )
+    assert builder.build(first, requests.__getitem__).limits is None
+    plan = StepPlan(1, DecodeRows.of([DecodeRow("a", 2, 3, 6), DecodeRow("b", 0, 9, 2)]), num_steps=6)
+    tables = builder.build(plan, requests.__getitem__)
+    assert tables.bucket.decode_rows == 2 and tables.bucket.table_width == 4  # 9 tokens, then 11: 3 pages
+    np.testing.assert_array_equal(tables.limits[0], [6, 6, 30, 40, 50, -1, -1, -1, -1, -1])
+    np.testing.assert_array_equal(tables.limits[1], [2, 9] + [-1] * 8)
+    tables = builder.build(StepPlan(2, plan.decode[1:], num_steps=2), requests.__getitem__)
+    assert tables.limits.shape == (2, LIMIT_COLUMNS) and not tables.limits[1].any(), "padding has no step"
+    assert (builder.empty_limits(tables.bucket)[:, 0] == 1).all()
+
+
+def test_the_table_is_as_wide_as_the_last_of_several_steps_needs():
+    buckets = BucketTable(CONFIG, decode=(2,), widths=(2, 4))
+    rows = [DecodeRow("a", 0, 5, 3), DecodeRow("b", 1, 2, 1)]
+    assert buckets.of_plan(StepPlan(0, DecodeRows.of(rows), num_steps=3)).table_width == 2
+    assert buckets.of_plan(StepPlan(0, DecodeRows.of([*rows, DecodeRow("c", 2, 7, 2)]), num_steps=3)).table_width == 4

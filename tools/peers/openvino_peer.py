@@ -21,6 +21,7 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
+READY = "ready"
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from jaxserve.bench.host import machine  # noqa: E402
@@ -54,6 +55,12 @@ def main() -> None:
         },
     )
     one_run(pipeline, requests[: options.slots], most=16)  # warm-up
+    if options.on_demand:
+        # A run for every line read, so that another engine can have its turns (tools/peers/pairs).
+        print(READY, flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(one_run(pipeline, requests)), flush=True)
+        return
     runs = [one_run(pipeline, requests) for _ in range(options.runs)]
     result = {"peer": f"OpenVINO GenAI {genai.__version__}", "dtype": options.dtype, "slots": options.slots}
     document = {
@@ -80,6 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max_num_batched_tokens", type=int, default=512)
     parser.add_argument("--cache_gib", type=int, default=2, help="of KV pages")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--on_demand", action="store_true", help="for tools/peers/pairs")
     parser.add_argument("--output", help="write the JSON to this file too")
     return parser.parse_args()
 

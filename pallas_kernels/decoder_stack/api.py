@@ -1,0 +1,154 @@
+"""The decoder layers of a model over a paged pool, as one call that XLA makes on CPU."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common import native
+from pallas_kernels.matmul.api import GROUP
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+
+_MATRICES = (
+    ("attention", "q_proj"),
+    ("attention", "k_proj"),
+    ("attention", "v_proj"),
+    ("attention", "o_proj"),
+    ("mlp", "gate_proj"),
+    ("mlp", "up_proj"),
+    ("mlp", "down_proj"),
+)
+
+
+class StackTables(NamedTuple):
+    """Which token of a flat batch is whose: B rows of one token, then R rows that share the other tokens.
+
+    Attributes:
+      decode_position: int32[B], write index of the row's token; below 0: padding.
+      decode_pages: int32[B, W], page table.
+      prefill_starts: int32[R + 1]: row r has tokens B + starts[r] to B + starts[r + 1]; tokens from starts[R] on are
+        padding.
+      prefill_context: int32[R], tokens of the row with these; 0: padding, without tokens.
+      prefill_pages: int32[R, W].
+      page_ids, offsets: int32[B + T], where each token's K and V go; not looked at for padding.
+    """
+
+    decode_position: jax.Array
+    decode_pages: jax.Array
+    prefill_starts: jax.Array
+    prefill_context: jax.Array
+    prefill_pages: jax.Array
+    page_ids: jax.Array
+    offsets: jax.Array
+
+
+def is_stack(layers: Any) -> bool:
+    """Whether parameters of layers have the form that `decoder_stack` takes: packed and stacked."""
+    return isinstance(layers, dict) and layers["attention"]["q_proj"]["kernel"].ndim == 5
+
+
+def decoder_stack(
+    x: jax.Array,
+    layers: dict[str, Any],
+    pool: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    tables: StackTables,
+    *,
+    sliding_windows: tuple[int | None, ...],
+    rms_norm_eps: float,
+    activation: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs pre-norm layers: `x += o(attention(rope(q, k), v))`, then `x += down(act(gate) * up)`, norms before each.
+
+    Args:
+      x: [B + T, d], float32 or bfloat16.
+      layers: parameters as `jaxserve.models.weights` names them, stacked over L layers: matrices packed
+        [L, out / 32, in / p, 32, p], norms [L, d], biases, where there are any, [L, out]; of x's dtype.
+      pool: [L, P, 2, K, S, D], float32 or bfloat16; updated in place where it is donated.
+      rope: cos and sin, float32[B + T, R / 2].
+      tables: see `StackTables`.
+      sliding_windows: of each layer, see `paged_attention`.
+      rms_norm_eps: of the norms.
+      activation: a name in `ACTIVATIONS`.
+
+    Returns:
+      (x after the layers, zero where it is padding; pool).
+
+    Raises:
+      ImportError: numba is missing.
+      ValueError: shapes or dtypes do not fit together.
+    """
+    native.require()
+    from pallas_kernels.decoder_stack.native_cpu import call_name, scratch_bytes
+
+    _check(x, layers, pool, rope, tables, sliding_windows, activation)
+    none = jnp.zeros(0, x.dtype)
+    weights = [layers["input_norm"]["scale"], layers["post_attention_norm"]["scale"]]
+    weights += [layers[part][name]["kernel"] for part, name in _MATRICES]
+    weights += [layers[part][name].get("bias", none) for part, name in _MATRICES]
+    windows = jnp.asarray([window or 2**30 for window in sliding_windows], jnp.int32)
+    options = jnp.asarray([rms_norm_eps, pool.shape[5] ** -0.5, ACTIVATIONS.index(activation)], jnp.float32)
+    shapes = (
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        jax.ShapeDtypeStruct((scratch_bytes(x, layers),), jnp.uint8),
+    )
+    name = call_name(x.dtype.name, pool.dtype.name)
+    call = jax.ffi.ffi_call(name, shapes, input_output_aliases={1: 1})
+    x, pool, _ = call(x, pool, *rope, *(table.astype(jnp.int32) for table in tables), windows, options, *weights)
+    return x, pool
+
+
+def _check(
+    x: jax.Array,
+    layers: dict[str, Any],
+    pool: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    tables: StackTables,
+    sliding_windows: tuple[int | None, ...],
+    activation: str,
+) -> None:
+    """Raises ValueError unless everything fits: the call reads memory by these shapes."""
+    num_tokens, hidden = x.shape
+    if pool.ndim != 6 or pool.shape[2] != 2 or {x.dtype.name, pool.dtype.name} - set(native.NATIVE_DTYPES):
+        raise ValueError(
+            f"x is {x.dtype} and the pool {pool.dtype}{list(pool.shape)}; a plain pool [L, P, 2, K, S, D] and"
+            f" {' or '.join(native.NATIVE_DTYPES)} are supported"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    num_layers, _, _, kv_heads, _, dim = pool.shape
+    queries = layers["attention"]["q_proj"]["kernel"].shape[1] * GROUP
+    inner = layers["mlp"]["gate_proj"]["kernel"].shape[1] * GROUP
+    keys = kv_heads * dim
+    sizes = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), (hidden, inner), (hidden, inner))
+    pairs = 2 if x.dtype == jnp.bfloat16 else 1
+    wanted = {("x",): (num_tokens, hidden), ("windows",): (num_layers,)}
+    found = {("x",): x.shape, ("windows",): (len(sliding_windows),)}
+    for (part, name), (rows, columns) in zip(_MATRICES, (*sizes, (inner, hidden)), strict=True):
+        linear = layers[part][name]
+        wanted[part, name] = (num_layers, columns // GROUP, rows // pairs, GROUP, pairs)
+        found[part, name] = linear["kernel"].shape
+        if "bias" in linear:
+            wanted[part, name, "bias"], found[part, name, "bias"] = (num_layers, columns), linear["bias"].shape
+    for name in ("input_norm", "post_attention_norm"):
+        wanted[(name,)], found[(name,)] = (num_layers, hidden), layers[name]["scale"].shape
+    rows, prompts = tables.decode_position.shape[0], tables.prefill_context.shape[0]
+    width = tables.decode_pages.shape[1]
+    wanted_tables = ((rows,), (rows, width), (prompts + 1,), (prompts,), (prompts, width), (num_tokens,), (num_tokens,))
+    for name, table, shape in zip(StackTables._fields, tables, wanted_tables, strict=True):
+        wanted[(name,)], found[(name,)] = shape, table.shape
+    half = rope[0].shape[-1]
+    wanted[("cos",)], wanted[("sin",)] = (num_tokens, half), (num_tokens, half)
+    found[("cos",)], found[("sin",)] = rope[0].shape, rope[1].shape
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ValueError(f"{' '.join(name)} is {list(found[name])}; it must be {list(shape)}")
+    if any(leaf.dtype != x.dtype for leaf in jax.tree.leaves(layers)) or queries % keys or 2 * half > dim:
+        raise ValueError(
+            f"{queries} query columns, {keys} key columns, rotation of {2 * half} of {dim}: query heads must be a"
+            f" multiple of KV heads, the rotation no longer than a head, and every weight {x.dtype}"
+        )

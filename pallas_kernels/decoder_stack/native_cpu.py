@@ -1,0 +1,298 @@
+"""The decoder layers of a step for CPUs, compiled by numba and called once by XLA.
+
+Layer by layer, XLA would make some dozens of small operations, each with its own start and end on every thread. Here
+the threads stay together from the first layer to the last: the work of a step is one sequence of items that they take
+in turn,
+
+    gathered │ of each layer: norm │ q, k, v │ rope, K and V kept │ attention │ o │ norm │ gate, up │ down │ put back
+
+and an item of a phase begins when all items of the phases before it are done. Between gathering and putting back there
+are rows of live tokens only: padding costs nothing. Numbers are rounded where the layers of `jaxserve.models` round
+them. A token's result has the same bits whatever is computed beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from numba import carray, njit
+
+from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, source_version, words
+from pallas_kernels.common.cpu_values import (
+    KINDS,
+    OPTIONS,
+    array_at,
+    item_bytes,
+    load,
+    pointer_f32,
+    pointer_i32,
+    rounded,
+    store,
+)
+from pallas_kernels.decoder_stack import layout as at
+from pallas_kernels.decoder_stack import parts
+from pallas_kernels.decoder_stack.parts import activate, keep, normalise, rotate
+from pallas_kernels.matmul.native_cpu import MOST_ROWS, STEP_BYTES, multiply_rows
+from pallas_kernels.matmul.tile import COLUMNS
+from pallas_kernels.paged_attention import native_cpu as attention
+from pallas_kernels.paged_attention.native_cpu import aligned, attend, scratch_words, work_kind
+
+
+@njit(**OPTIONS)
+def _bias(kind, frame, matrix, layer, columns):
+    """A matrix' bias in a layer, or an empty array."""
+    address, shape = argument(frame, at.BIAS + matrix)
+    if shape.shape[0] == 1:
+        return array_at(kind, address, (0,))
+    return array_at(kind, address + layer * columns * item_bytes(kind), (columns,))
+
+
+@njit(**OPTIONS)
+def _project(kind, frame, plan, matrix, layer, group, part, x, in_size, out, adds):
+    """A group of columns of `x @ matrix + bias`, rows of one part; to `out`, or added to it."""
+    rows = plan[at.ROWS]
+    address, shape = argument(frame, at.MATRIX + matrix)
+    columns = shape[1] * COLUMNS
+    stride = in_size * item_bytes(kind)
+    steps = stride // STEP_BYTES
+    size = stride * COLUMNS
+    w = address + (layer * shape[1] + group) * size
+    bias = _bias(kind, frame, matrix, layer, columns)
+    scratch = np.empty((MOST_ROWS, COLUMNS), np.float32)
+    to = array_at(kind, out, (rows, columns))
+    row, end = _part(plan, part)
+    while row < end:
+        done = multiply_rows(
+            kind, x, stride, w, steps, scratch.ctypes.data, 4 * COLUMNS, row, end, w + plan[at.THREADS] * size
+        )
+        for i in range(done):
+            sums, target = scratch[i], to[row + i, group * COLUMNS : (group + 1) * COLUMNS]
+            if bias.shape[0]:
+                for j in range(COLUMNS):
+                    sums[j] = rounded(kind, sums[j]) + load(bias[group * COLUMNS + j])
+            if adds:
+                for j in range(COLUMNS):
+                    store(target, j, load(target[j]) + rounded(kind, sums[j]))
+            else:
+                for j in range(COLUMNS):
+                    store(target, j, sums[j])
+        row += done
+
+
+@njit(**OPTIONS)
+def _gate_and_up(kind, frame, plan, activation, layer, group, part):
+    """A group of columns of `act(gate(x)) * up(x)`, rows of one part."""
+    rows, hidden, inner = plan[at.ROWS], plan[at.HIDDEN], plan[at.INNER]
+    stride = hidden * item_bytes(kind)
+    steps = stride // STEP_BYTES
+    size = stride * COLUMNS
+    offset = (layer * (inner // COLUMNS) + group) * size
+    scratch = np.empty((2, MOST_ROWS, COLUMNS), np.float32)
+    to = array_at(kind, plan[at.MLP], (rows, inner))
+    row, end = _part(plan, part)
+    while row < end:
+        done = 0
+        for which in range(2):
+            w = argument(frame, at.MATRIX + at.GATE_PROJ + which)[0] + offset
+            to_fetch = w + plan[at.THREADS] * size
+            done = multiply_rows(
+                kind, plan[at.NORMED], stride, w, steps, scratch[which].ctypes.data, 4 * COLUMNS, row, end, to_fetch
+            )
+            bias = _bias(kind, frame, at.GATE_PROJ + which, layer, inner)
+            for i in range(done):
+                sums = scratch[which, i]
+                if bias.shape[0]:
+                    for j in range(COLUMNS):
+                        sums[j] = rounded(kind, sums[j]) + load(bias[group * COLUMNS + j])
+                for j in range(COLUMNS):
+                    sums[j] = rounded(kind, sums[j])
+        for i in range(done):
+            target = to[row + i, group * COLUMNS : (group + 1) * COLUMNS]
+            gate, up = scratch[0, i], scratch[1, i]
+            activate(activation, gate)
+            for j in range(COLUMNS):
+                store(target, j, gate[j] * up[j])
+        row += done
+
+
+@njit(**OPTIONS)
+def _part(plan, part):
+    """Rows [first, end) of a part: whole tiles, but for the last one's."""
+    tiles = (plan[at.ROWS] + MOST_ROWS - 1) // MOST_ROWS
+    first, end = part * tiles // plan[at.ROW_PARTS], (part + 1) * tiles // plan[at.ROW_PARTS]
+    return first * MOST_ROWS, min(end * MOST_ROWS, plan[at.ROWS])
+
+
+@njit(**OPTIONS)
+def _gather(kind, frame, plan, sources, item):
+    """Live rows into the residual stream."""
+    size = (plan[at.TOKENS], plan[at.HIDDEN])
+    x, to = array_at(kind, argument(frame, at.X)[0], size), array_at(kind, plan[at.RESIDUAL], size)
+    for i in range(at.ROW_ITEM * item, min(at.ROW_ITEM * (item + 1), plan[at.ROWS])):
+        to[i] = x[sources[i]]
+
+
+@njit(**OPTIONS)
+def _put_back(kind, frame, plan, sources, item):
+    """The residual stream into its rows of the flat batch, zeros into the others."""
+    size = (plan[at.TOKENS], plan[at.HIDDEN])
+    out, x = array_at(kind, result(frame, at.OUT), size), array_at(kind, plan[at.RESIDUAL], size)
+    first, end = at.ROW_ITEM * item, min(at.ROW_ITEM * (item + 1), plan[at.TOKENS])
+    live = np.searchsorted(sources, first)
+    for t in range(first, end):
+        if live < plan[at.ROWS] and sources[live] == t:
+            out[t] = x[live]
+            live += 1
+        else:
+            out[t] = 0
+
+
+@njit(**OPTIONS)
+def _rope(kind, pool, frame, plan, sources, layer, item):
+    """Rotates q and k, and writes k and v to their pages."""
+    rows, tokens, dim = plan[at.ROWS], plan[at.TOKENS], plan[at.DIM]
+    half = argument(frame, at.COS)[1][1]
+    cos = carray(pointer_f32(argument(frame, at.COS)[0]), (tokens, half))
+    sin = carray(pointer_f32(argument(frame, at.SIN)[0]), (tokens, half))
+    page_ids, offsets = at.int32s(frame, at.PAGE_IDS), at.int32s(frame, at.OFFSETS)
+    q = array_at(kind, plan[at.QUERIES], (rows, plan[at.HEADS], dim))
+    k = array_at(kind, plan[at.KEYS], (rows, plan[at.KV_HEADS], dim))
+    v = array_at(kind, plan[at.VALUES], (rows, plan[at.KV_HEADS], dim))
+    for i in range(at.ROW_ITEM * item, min(at.ROW_ITEM * (item + 1), rows)):
+        t = sources[i]
+        rotate(q, i, cos[t], sin[t])
+        rotate(k, i, cos[t], sin[t])
+        keep(k, i, pool, layer, page_ids[t], 0, offsets[t])
+        keep(v, i, pool, layer, page_ids[t], 1, offsets[t])
+
+
+@njit(**OPTIONS)
+def _attend(kind, work, pool, frame, plan, scale, address, layer, item):
+    """A block of queries over one KV head."""
+    rows, heads, dim = plan[at.ROWS], plan[at.HEADS], plan[at.DIM]
+    block, head = item // plan[at.KV_HEADS], item % plan[at.KV_HEADS]
+    blocks = address + 8 * (at.SOURCES + plan[at.TOKENS])
+    width = argument(frame, at.DECODE_PAGES)[1][1]
+    window = np.int64(at.int32s(frame, at.WINDOWS)[layer])
+    following = min(item + plan[at.THREADS], plan[at.BLOCKS] * plan[at.KV_HEADS] - 1)
+    table, _, count, position = words(blocks + 8 * at.BLOCK_WORDS * (following // plan[at.KV_HEADS]), at.BLOCK_WORDS)
+    pages = carray(pointer_i32(table), (width,))
+    after = (pages, following % plan[at.KV_HEADS], max(position - window + 1, 0), position + count)
+    table, begin, count, position = words(blocks + 8 * at.BLOCK_WORDS * block, at.BLOCK_WORDS)
+    queries = (carray(pointer_i32(table), (width,)), head, begin, count, position)
+    q = array_at(kind, plan[at.QUERIES], (rows, heads, dim))
+    out = array_at(kind, plan[at.MIXED], (rows, heads, dim))
+    no_sinks = carray(pointer_f32(table), (0,))
+    scratch = np.empty(scratch_words(work, count * (heads // plan[at.KV_HEADS]), dim), np.int64)
+    options = (scale, window, np.float32(0))
+    attend(work, q, pool, layer, queries, options, no_sinks, out, aligned(scratch.ctypes.data), after)
+    scratch[0] = 0  # it lives until here
+
+
+@njit(**OPTIONS)
+def _norm(kind, frame, plan, which, eps, layer, item):
+    hidden = plan[at.HIDDEN]
+    size = (plan[at.ROWS], hidden)
+    x, to = array_at(kind, plan[at.RESIDUAL], size), array_at(kind, plan[at.NORMED], size)
+    scale = array_at(kind, argument(frame, which)[0] + layer * hidden * item_bytes(kind), (hidden,))
+    normalise(x, scale, eps, to, at.ROW_ITEM * item, min(at.ROW_ITEM * (item + 1), plan[at.ROWS]))
+
+
+@njit(**OPTIONS)
+def _qkv(kind, frame, plan, layer, item):
+    group, part = item // plan[at.ROW_PARTS], item % plan[at.ROW_PARTS]
+    queries = plan[at.HEADS] * plan[at.DIM] // COLUMNS
+    keys = plan[at.KV_HEADS] * plan[at.DIM] // COLUMNS
+    matrix, out = at.Q_PROJ, plan[at.QUERIES]
+    if group >= queries + keys:
+        matrix, out, group = at.V_PROJ, plan[at.VALUES], group - queries - keys
+    elif group >= queries:
+        matrix, out, group = at.K_PROJ, plan[at.KEYS], group - queries
+    _project(kind, frame, plan, matrix, layer, group, part, plan[at.NORMED], plan[at.HIDDEN], out, False)
+
+
+@njit(**OPTIONS)
+def _add(kind, frame, plan, matrix, layer, item, x, in_size):
+    """A product added to the residual stream."""
+    group, part = item // plan[at.ROW_PARTS], item % plan[at.ROW_PARTS]
+    _project(kind, frame, plan, matrix, layer, group, part, x, in_size, plan[at.RESIDUAL], True)
+
+
+@njit(**OPTIONS)
+def _run_item(kind, work, pool, frame, address, item):
+    plan = words(address, at.SOURCES)
+    sources = words(address + 8 * at.SOURCES, plan[at.ROWS])
+    if item < plan[at.GATHER]:
+        _gather(kind, frame, plan, sources, item)
+        return
+    item -= plan[at.GATHER]
+    if item >= at.layer_items(plan):
+        _put_back(kind, frame, plan, sources, item - at.layer_items(plan))
+        return
+    layer, item = item // plan[at.PER_LAYER], item % plan[at.PER_LAYER]
+    options = carray(pointer_f32(argument(frame, at.NUMBERS)[0]), (3,))
+    ends = plan[at.ENDS : at.ENDS + at.NUM_PHASES]
+    split = plan[at.ROW_PARTS]
+    if item < ends[at.FIRST_NORM]:
+        _norm(kind, frame, plan, at.NORM, options[0], layer, item)
+    elif item < ends[at.QKV]:
+        _qkv(kind, frame, plan, layer, item - ends[at.FIRST_NORM])
+    elif item < ends[at.ROPE]:
+        _rope(kind, pool, frame, plan, sources, layer, item - ends[at.QKV])
+    elif item < ends[at.ATTEND]:
+        _attend(kind, work, pool, frame, plan, options[1], address, layer, item - ends[at.ROPE])
+    elif item < ends[at.OUTPUT]:
+        size = plan[at.HEADS] * plan[at.DIM]
+        _add(kind, frame, plan, at.O_PROJ, layer, item - ends[at.ATTEND], plan[at.MIXED], size)
+    elif item < ends[at.MIDDLE_NORM]:
+        _norm(kind, frame, plan, at.SECOND_NORM, options[0], layer, item - ends[at.OUTPUT])
+    elif item < ends[at.GATED]:
+        item -= ends[at.MIDDLE_NORM]
+        _gate_and_up(kind, frame, plan, np.int64(options[2]), layer, item // split, item % split)
+    else:
+        _add(kind, frame, plan, at.DOWN_PROJ, layer, item - ends[at.GATED], plan[at.MLP], plan[at.INNER])
+
+
+def _compiled_parts(version: int, dtype: str, pool_dtype: str) -> tuple[Any, Any, Any]:
+    """What `register` takes; `version` is in the key under which their code is kept."""
+    kind, pool_kind, work = KINDS[dtype], KINDS[pool_dtype], work_kind(dtype, pool_dtype)
+    element_bytes = int(kind.itemsize)
+
+    @njit(**KEPT)
+    def plan_items(frame, threads):
+        _ = version
+        return at.plan_items(frame, threads, element_bytes)
+
+    @njit(**KEPT)
+    def run_item(frame, plan, item):
+        _ = version
+        address, shape = argument(frame, at.POOL)
+        pool = array_at(pool_kind, address, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]))
+        _run_item(kind, work, pool, frame, plan, item)
+
+    @njit(**KEPT)
+    def items_before(plan, item):
+        _ = version
+        return at.items_before(plan, item)
+
+    return plan_items, run_item, items_before
+
+
+@functools.cache
+def call_name(dtype: str, pool_dtype: str) -> str:
+    """The custom call for x and pool of these types; compiled when first asked for."""
+    name = f"pallas_kernels.decoder_stack.{dtype}.{pool_dtype}"
+    files = (str(module.__file__) for module in (at, parts, attention))
+    version = source_version(__file__, *files, *attention.SOURCES)
+    register(name, *_compiled_parts(version, dtype, pool_dtype))
+    return name
+
+
+def scratch_bytes(x: jax.Array, layers: dict[str, Any]) -> int:
+    """Of the arrays that hold live rows, see the plan."""
+    q, k = (layers["attention"][name]["kernel"].shape[1] * COLUMNS for name in ("q_proj", "k_proj"))
+    inner = layers["mlp"]["gate_proj"]["kernel"].shape[1] * COLUMNS
+    return int(x.shape[0] * (2 * x.shape[1] + 2 * q + 2 * k + inner) * x.dtype.itemsize)
