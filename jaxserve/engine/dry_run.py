@@ -78,8 +78,8 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
     """The parameters' shapes, dtypes and shardings."""
-    form = weights_form(config, mesh, model_config)
     loaded = abstract_weights(resolved, config.dtype, config.quantization)
+    form = weights_form(config, mesh, model_config, loaded)
 
     def shapes() -> Any:
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), loaded)

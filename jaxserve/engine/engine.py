@@ -44,7 +44,7 @@ from jaxserve.engine.monitor import EngineMonitor
 from jaxserve.engine.startup import PROGRAMS, WEIGHTS, StartupFigures
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.validation import ModelLimits, bad_word_ids, context_length, eos_token_ids, make_requests
-from jaxserve.loading import load_model, model_config_of, resolve_model
+from jaxserve.loading import abstract_weights, load_model, model_config_of, resolve_model
 from jaxserve.runtime import COMPILES, ModelRunner, arrange_weights, enable_compile_cache, make_mesh, weights_form
 from jaxserve.scheduler import Scheduler, TraceWriter
 from jaxserve.text import CompiledGrammar, Tokenizer, load_tokenizer
@@ -84,7 +84,8 @@ class Engine:
             None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer, config.chat_template)
         )
         self._mesh = make_mesh(config.tensor_parallel_size)
-        form = weights_form(config, self._mesh, model_config_of(resolved))
+        shapes = abstract_weights(resolved, config.dtype, config.quantization) if config.quantization else None
+        form = weights_form(config, self._mesh, model_config_of(resolved), shapes)
         self._startup = StartupFigures()
         with self._startup.stage(WEIGHTS):
             loaded = load_model(

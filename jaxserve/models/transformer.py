@@ -134,8 +134,8 @@ def pack_kernels(config: ModelConfig, params: Params) -> Params:
     """The tree with its matrices packed for products on CPU (`pallas_kernels.matmul`), those that have such a form.
 
     An embedding that is the output layer too is packed as that; a separate one stays, and so does what is packed
-    already, which quantised matrices are. Arrays of `params` are dropped
-    one by one, so that no second copy of the model is in memory; `params` must not be used again.
+    already, which quantised matrices are. Arrays of `params` are dropped one by one, so that no second copy of the
+    model is in memory; `params` must not be used again.
     """
 
     def packed(holder: Params, name: str, *, transposed: bool = False) -> None:

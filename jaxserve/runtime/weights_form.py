@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import EngineConfig
 from jaxserve.models import ModelConfig, pack_kernels, stack_layers, weights
 from pallas_kernels.common import native
-from pallas_kernels.matmul import can_pack
+from pallas_kernels.matmul import QuantisedMatrix, can_pack, form_of
 from pallas_kernels.paged_attention import choose_implementation
+
+log = logging.getLogger(__name__)
 
 STACK_ACTIVATIONS = {
     "silu": "silu",
@@ -25,8 +28,11 @@ STACK_ACTIVATIONS = {
 """What `decoder_stack` calls each `hidden_act`."""
 
 
-def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig) -> str:
+def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, loaded: Any = None) -> str:
     """How weights are kept.
+
+    Args:
+      loaded: what `abstract_weights` tells of the model; needed if matrices are kept quantised.
 
     Returns:
       "plain": as loaded.
@@ -67,15 +73,17 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig) ->
         if config.decoder_implementation == "native_cpu":
             raise ValueError("decoder_implementation native_cpu needs packed weights, not matmul_implementation xla")
         return "plain"
-    if config.decoder_implementation == "xla" or config.quantization is not None:
+    if config.decoder_implementation == "xla":
         return "packed"
-    reason = _why_no_stack(config, model_config)
+    reason = _why_no_stack(config, model_config, loaded)
     if reason and config.decoder_implementation == "native_cpu":
         raise ValueError(f"decoder_implementation native_cpu: {reason}; use xla")
+    if reason:
+        log.info("decoder layers are run one by one: %s", reason)
     return "packed" if reason else "packed_stack"
 
 
-def _why_no_stack(config: EngineConfig, model_config: ModelConfig) -> str | None:
+def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) -> str | None:
     """Why the layers cannot be one call; None: they can."""
     pool_dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     attention = choose_implementation(config.attention_implementation, "cpu", pool_dtype)
@@ -85,6 +93,18 @@ def _why_no_stack(config: EngineConfig, model_config: ModelConfig) -> str | None
         return f"KV pages of {pool_dtype} are not supported, {' and '.join(native.NATIVE_DTYPES)} are"
     if model_config.hidden_act not in STACK_ACTIVATIONS:
         return f"activation {model_config.hidden_act} is not supported, {', '.join(STACK_ACTIVATIONS)} are"
+    if config.quantization is not None:
+        leaves = jax.tree.leaves(loaded["layers"], is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+        forms = {form_of(leaf) if isinstance(leaf, QuantisedMatrix) else None for leaf in leaves if len(leaf.shape) > 1}
+        if len(forms) > 1:
+            names = sorted(config.dtype if form is None else form.name for form in forms)
+            return f"the layers' matrices have several forms, {', '.join(names)}; all must have one"
+        form = forms.pop()
+        columns = model_config.num_heads // model_config.num_kv_heads * model_config.head_dim
+        if form is not None and form.has_minimum and columns % form.block:
+            return f"{columns} query columns of a KV head are not in blocks of {form.block}"
+        if form is not None:
+            return None
     for weight in weights(model_config):
         if (
             len(weight.shape) == 2

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import native
-from pallas_kernels.matmul.api import GROUP
+from pallas_kernels.matmul.quantised import GROUP, QuantisedForm, QuantisedMatrix, abstract_quantised, form_of
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 
@@ -47,7 +47,7 @@ class StackTables(NamedTuple):
 
 def is_stack(layers: Any) -> bool:
     """Whether parameters of layers have the form that `decoder_stack` takes: packed and stacked."""
-    return isinstance(layers, dict) and layers["attention"]["q_proj"]["kernel"].ndim == 5
+    return isinstance(layers, dict) and _arrays(layers["attention"]["q_proj"]["kernel"])[0].ndim in (5, 6)
 
 
 def decoder_stack(
@@ -66,7 +66,8 @@ def decoder_stack(
     Args:
       x: [B + T, d], float32 or bfloat16.
       layers: parameters as `jaxserve.models.weights` names them, stacked over L layers: matrices packed
-        [L, out / 32, in / p, 32, p], norms [L, d], biases, where there are any, [L, out]; of x's dtype.
+        [L, out / 32, in / p, 32, p], or all quantised in one form ([L, ...] of a `QuantisedMatrix`), norms [L, d],
+        biases, where there are any, [L, out]; of x's dtype, if not quantised.
       pool: [L, P, 2, K, S, D], float32 or bfloat16; updated in place where it is donated.
       rope: cos and sin, float32[B + T, R / 2].
       tables: see `StackTables`.
@@ -84,22 +85,50 @@ def decoder_stack(
     native.require()
     from pallas_kernels.decoder_stack.native_cpu import call_name, scratch_bytes
 
-    _check(x, layers, pool, rope, tables, sliding_windows, activation)
+    form = _form(layers)
+    _check(x, layers, pool, rope, tables, sliding_windows, activation, form)
     none = jnp.zeros(0, x.dtype)
     weights = [layers["input_norm"]["scale"], layers["post_attention_norm"]["scale"]]
-    weights += [layers[part][name]["kernel"] for part, name in _MATRICES]
+    matrices = [_arrays(layers[part][name]["kernel"]) for part, name in _MATRICES]
+    weights += [matrix[0] for matrix in matrices]
     weights += [layers[part][name].get("bias", none) for part, name in _MATRICES]
+    weights += [none if form is None else matrix[1] for matrix in matrices]
     windows = jnp.asarray([window or 2**30 for window in sliding_windows], jnp.int32)
     options = jnp.asarray([rms_norm_eps, pool.shape[5] ** -0.5, ACTIVATIONS.index(activation)], jnp.float32)
     shapes = (
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-        jax.ShapeDtypeStruct((scratch_bytes(x, layers),), jnp.uint8),
+        jax.ShapeDtypeStruct((scratch_bytes(x, *_columns(layers), form),), jnp.uint8),
     )
-    name = call_name(x.dtype.name, pool.dtype.name)
+    name = call_name(x.dtype.name, pool.dtype.name, form)
     call = jax.ffi.ffi_call(name, shapes, input_output_aliases={1: 1})
     x, pool, _ = call(x, pool, *rope, *(table.astype(jnp.int32) for table in tables), windows, options, *weights)
     return x, pool
+
+
+def _arrays(kernel: jax.Array | QuantisedMatrix) -> tuple[jax.Array, ...]:
+    """Its own array, or integers and scales."""
+    return tuple(kernel) if isinstance(kernel, QuantisedMatrix) else (kernel,)
+
+
+def _columns(layers: dict[str, Any]) -> tuple[int, int, int]:
+    """Of q, of k and of the MLP."""
+    kernels = (layers[part][name]["kernel"] for part, name in (_MATRICES[0], _MATRICES[1], _MATRICES[4]))
+    queries, keys, inner = (_arrays(kernel)[0].shape[1] * GROUP for kernel in kernels)
+    return queries, keys, inner
+
+
+def _form(layers: dict[str, Any]) -> QuantisedForm | None:
+    """The one form of all matrices; None: they are not quantised.
+
+    Raises:
+      ValueError: they have several.
+    """
+    kernels = [layers[part][name]["kernel"] for part, name in _MATRICES]
+    forms = {form_of(kernel) if isinstance(kernel, QuantisedMatrix) else None for kernel in kernels}
+    if len(forms) > 1:
+        raise ValueError(f"the layers' matrices are of {len(forms)} forms; all must be of one, or none quantised")
+    return forms.pop()
 
 
 def _check(
@@ -110,6 +139,7 @@ def _check(
     tables: StackTables,
     sliding_windows: tuple[int | None, ...],
     activation: str,
+    form: QuantisedForm | None,
 ) -> None:
     """Raises ValueError unless everything fits: the call reads memory by these shapes."""
     num_tokens, hidden = x.shape
@@ -121,8 +151,7 @@ def _check(
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
     num_layers, _, _, kv_heads, _, dim = pool.shape
-    queries = layers["attention"]["q_proj"]["kernel"].shape[1] * GROUP
-    inner = layers["mlp"]["gate_proj"]["kernel"].shape[1] * GROUP
+    queries, _, inner = _columns(layers)
     keys = kv_heads * dim
     sizes = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), (hidden, inner), (hidden, inner))
     pairs = 2 if x.dtype == jnp.bfloat16 else 1
@@ -130,8 +159,16 @@ def _check(
     found = {("x",): x.shape, ("windows",): (len(sliding_windows),)}
     for (part, name), (rows, columns) in zip(_MATRICES, (*sizes, (inner, hidden)), strict=True):
         linear = layers[part][name]
-        wanted[part, name] = (num_layers, columns // GROUP, rows // pairs, GROUP, pairs)
-        found[part, name] = linear["kernel"].shape
+        if form is None:
+            wanted[part, name] = (num_layers, columns // GROUP, rows // pairs, GROUP, pairs)
+            found[part, name] = linear["kernel"].shape
+        else:
+            wanted[part, name], found[part, name] = (rows, columns), linear["kernel"].shape
+            abstract = abstract_quantised((rows, columns), form)
+            for field, array, leaf in zip(abstract._fields, abstract, linear["kernel"], strict=True):
+                wanted[part, name, field], found[part, name, field] = (num_layers, *array.shape), leaf.shape
+                if leaf.dtype != array.dtype:
+                    raise ValueError(f"{part} {name} {field} is {leaf.dtype}; it must be {array.dtype}")
         if "bias" in linear:
             wanted[part, name, "bias"], found[part, name, "bias"] = (num_layers, columns), linear["bias"].shape
     for name in ("input_norm", "post_attention_norm"):
@@ -147,7 +184,11 @@ def _check(
     for name, shape in wanted.items():
         if found[name] != shape:
             raise ValueError(f"{' '.join(name)} is {list(found[name])}; it must be {list(shape)}")
-    if any(leaf.dtype != x.dtype for leaf in jax.tree.leaves(layers)) or queries % keys or 2 * half > dim:
+    leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    dense = [leaf for leaf in leaves if not isinstance(leaf, QuantisedMatrix)]
+    if form is not None and form.has_minimum and queries // kv_heads % form.block:
+        raise ValueError(f"{queries // kv_heads} query columns of a KV head are not in blocks of {form.block}")
+    if any(leaf.dtype != x.dtype for leaf in dense) or queries % keys or 2 * half > dim:
         raise ValueError(
             f"{queries} query columns, {keys} key columns, rotation of {2 * half} of {dim}: query heads must be a"
             f" multiple of KV heads, the rotation no longer than a head, and every weight {x.dtype}"

@@ -16,10 +16,11 @@ ROW_ITEM = 4
 ITEMS_PER_THREAD = 4
 """A product's rows are divided until it has so many items."""
 
-# Arguments of the call, then of the matrices q, k, v, o, gate, up, down, and their biases.
+# Arguments of the call, then of the matrices q, k, v, o, gate, up, down, their biases, and their scales.
 X, POOL, COS, SIN, DECODE_POSITION, DECODE_PAGES, STARTS, CONTEXT, PREFILL_PAGES = range(9)
 PAGE_IDS, OFFSETS, WINDOWS, NUMBERS, NORM, SECOND_NORM, MATRIX = range(9, 16)
 BIAS = MATRIX + 7
+SCALES = BIAS + 7
 Q_PROJ, K_PROJ, V_PROJ, O_PROJ, GATE_PROJ, UP_PROJ, DOWN_PROJ = range(7)
 # Results.
 OUT, NEW_POOL, SCRATCH = range(3)
@@ -33,7 +34,9 @@ ITEMS, ROWS, TOKENS, BLOCKS, LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER = range
 GATHER, PER_LAYER, ROW_PARTS, THREADS, ENDS = range(10, 15)
 AT = ENDS + NUM_PHASES
 RESIDUAL, NORMED, QUERIES, KEYS, VALUES, MIXED, MLP = range(AT, AT + 7)
-SOURCES = AT + 7
+# float32 sums of the blocks of the norm, what attention gives and MLP, for matrices whose blocks have a minimum.
+NORMED_SUMS, MIXED_SUMS, MLP_SUMS = range(AT + 7, AT + 10)
+SOURCES = AT + 10
 # From there: the flat batch's index of every live row, and four words for every block of queries.
 BLOCK_WORDS = 4
 
@@ -55,8 +58,8 @@ def layer_items(plan):
 
 
 @njit(**OPTIONS)
-def plan_items(frame, threads, element_bytes):
-    """The plan: see the words above."""
+def plan_items(frame, threads, element_bytes, sums_block):
+    """The plan: see the words above; `sums_block` is the size of the blocks that are summed, 0: none are."""
     shape, pool_shape = argument(frame, X)[1], argument(frame, POOL)[1]
     tokens = shape[0]
     positions, starts = int32s(frame, DECODE_POSITION), int32s(frame, STARTS)
@@ -107,6 +110,10 @@ def plan_items(frame, threads, element_bytes):
     for index, size in enumerate((hidden, hidden, queries, keys, keys, queries, plan[INNER])):
         plan[AT + index] = address
         address += tokens * size * element_bytes
+    if sums_block:
+        for index, size in enumerate((hidden, queries, plan[INNER])):
+            plan[NORMED_SUMS + index] = address
+            address += tokens * (size // sums_block) * 4
 
     row_items = (live + ROW_ITEM - 1) // ROW_ITEM
     groups = hidden // COLUMNS

@@ -35,7 +35,11 @@ from pallas_kernels.common.cpu_values import (
 from pallas_kernels.decoder_stack import layout as at
 from pallas_kernels.decoder_stack import parts
 from pallas_kernels.decoder_stack.parts import activate, keep, normalise, rotate
+from pallas_kernels.matmul import quantised, quantised_cpu, quantised_tile
 from pallas_kernels.matmul.native_cpu import MOST_ROWS, STEP_BYTES, multiply_rows
+from pallas_kernels.matmul.quantised import QuantisedForm
+from pallas_kernels.matmul.quantised_cpu import multiply_quantised_rows
+from pallas_kernels.matmul.quantised_tile import block_sum
 from pallas_kernels.matmul.tile import COLUMNS
 from pallas_kernels.paged_attention import native_cpu as attention
 from pallas_kernels.paged_attention.native_cpu import aligned, attend, scratch_words, work_kind
@@ -51,23 +55,61 @@ def _bias(kind, frame, matrix, layer, columns):
 
 
 @njit(**OPTIONS)
-def _project(kind, frame, plan, matrix, layer, group, part, x, in_size, out, adds):
+def _multiply(kind, form, frame, plan, matrix, layer, group, x, in_size, sums, row, end, out):
+    """Some rows of x [rows, in_size], from `row` on, times a group of columns; returns how many.
+
+    Args:
+      form: of the matrix; None: it is not quantised.
+      sums: address of the sums of x's blocks, see `_sum_blocks`.
+      out: float32[MOST_ROWS, COLUMNS].
+    """
+    address, shape = argument(frame, at.MATRIX + matrix)
+    index, stride = layer * shape[1] + group, in_size * item_bytes(kind)
+    if form is None:
+        size = stride * COLUMNS
+        w = address + index * size
+        to_fetch = w + plan[at.THREADS] * size
+        return multiply_rows(
+            kind, x, stride, w, stride // STEP_BYTES, out.ctypes.data, 4 * COLUMNS, row, end, to_fetch
+        )  # fmt: skip
+    else:
+        blocks = in_size // form.block
+        integers = address + index * blocks * form.integer_bytes
+        scales = argument(frame, at.SCALES + matrix)[0] + index * blocks * form.scale_bytes
+        return multiply_quantised_rows(
+            kind, form, x + row * stride, stride, sums + row * 4 * blocks, 4 * blocks, integers, scales, blocks,
+            out.ctypes.data, end - row,
+        )  # fmt: skip
+
+
+@njit(**OPTIONS)
+def _sum_blocks(kind, form, x, width, sums, first, end, column, columns):
+    """Writes the sums of blocks of x, if the form's blocks have a minimum: whoever writes x does.
+
+    Args:
+      x: address of [rows, width].
+      sums: address of float32[rows, width / block].
+      first, end: rows.
+      column, columns: the first, and how many; in blocks.
+    """
+    if form is not None and form.has_minimum:
+        to = array_at(np.float32(0), sums, (end, width // form.block))
+        for i in range(first, end):
+            for block in range(column // form.block, (column + columns) // form.block):
+                to[i, block] = block_sum(kind, form, x + (i * width + block * form.block) * item_bytes(kind))
+
+
+@njit(**OPTIONS)
+def _project(kind, form, frame, plan, matrix, layer, group, part, x, in_size, block_sums, out, adds):
     """A group of columns of `x @ matrix + bias`, rows of one part; to `out`, or added to it."""
     rows = plan[at.ROWS]
-    address, shape = argument(frame, at.MATRIX + matrix)
-    columns = shape[1] * COLUMNS
-    stride = in_size * item_bytes(kind)
-    steps = stride // STEP_BYTES
-    size = stride * COLUMNS
-    w = address + (layer * shape[1] + group) * size
+    columns = argument(frame, at.MATRIX + matrix)[1][1] * COLUMNS
     bias = _bias(kind, frame, matrix, layer, columns)
     scratch = np.empty((MOST_ROWS, COLUMNS), np.float32)
     to = array_at(kind, out, (rows, columns))
     row, end = _part(plan, part)
     while row < end:
-        done = multiply_rows(
-            kind, x, stride, w, steps, scratch.ctypes.data, 4 * COLUMNS, row, end, w + plan[at.THREADS] * size
-        )
+        done = _multiply(kind, form, frame, plan, matrix, layer, group, x, in_size, block_sums, row, end, scratch)
         for i in range(done):
             sums, target = scratch[i], to[row + i, group * COLUMNS : (group + 1) * COLUMNS]
             if bias.shape[0]:
@@ -83,25 +125,19 @@ def _project(kind, frame, plan, matrix, layer, group, part, x, in_size, out, add
 
 
 @njit(**OPTIONS)
-def _gate_and_up(kind, frame, plan, activation, layer, group, part):
+def _gate_and_up(kind, form, frame, plan, activation, layer, group, part):
     """A group of columns of `act(gate(x)) * up(x)`, rows of one part."""
     rows, hidden, inner = plan[at.ROWS], plan[at.HIDDEN], plan[at.INNER]
-    stride = hidden * item_bytes(kind)
-    steps = stride // STEP_BYTES
-    size = stride * COLUMNS
-    offset = (layer * (inner // COLUMNS) + group) * size
+    x, block_sums = plan[at.NORMED], plan[at.NORMED_SUMS]
     scratch = np.empty((2, MOST_ROWS, COLUMNS), np.float32)
     to = array_at(kind, plan[at.MLP], (rows, inner))
     row, end = _part(plan, part)
     while row < end:
         done = 0
         for which in range(2):
-            w = argument(frame, at.MATRIX + at.GATE_PROJ + which)[0] + offset
-            to_fetch = w + plan[at.THREADS] * size
-            done = multiply_rows(
-                kind, plan[at.NORMED], stride, w, steps, scratch[which].ctypes.data, 4 * COLUMNS, row, end, to_fetch
-            )
-            bias = _bias(kind, frame, at.GATE_PROJ + which, layer, inner)
+            matrix, out = at.GATE_PROJ + which, scratch[which]
+            done = _multiply(kind, form, frame, plan, matrix, layer, group, x, hidden, block_sums, row, end, out)
+            bias = _bias(kind, frame, matrix, layer, inner)
             for i in range(done):
                 sums = scratch[which, i]
                 if bias.shape[0]:
@@ -115,6 +151,8 @@ def _gate_and_up(kind, frame, plan, activation, layer, group, part):
             activate(activation, gate)
             for j in range(COLUMNS):
                 store(target, j, gate[j] * up[j])
+        column = group * COLUMNS
+        _sum_blocks(kind, form, plan[at.MLP], inner, plan[at.MLP_SUMS], row, row + done, column, COLUMNS)
         row += done
 
 
@@ -170,7 +208,7 @@ def _rope(kind, pool, frame, plan, sources, layer, item):
 
 
 @njit(**OPTIONS)
-def _attend(kind, work, pool, frame, plan, scale, address, layer, item):
+def _attend(kind, form, work, pool, frame, plan, scale, address, layer, item):
     """A block of queries over one KV head."""
     rows, heads, dim = plan[at.ROWS], plan[at.HEADS], plan[at.DIM]
     block, head = item // plan[at.KV_HEADS], item % plan[at.KV_HEADS]
@@ -190,19 +228,24 @@ def _attend(kind, work, pool, frame, plan, scale, address, layer, item):
     options = (scale, window, np.float32(0))
     attend(work, q, pool, layer, queries, options, no_sinks, out, aligned(scratch.ctypes.data), after)
     scratch[0] = 0  # it lives until here
+    columns, width = heads // plan[at.KV_HEADS] * dim, heads * dim
+    end = begin + count
+    _sum_blocks(kind, form, plan[at.MIXED], width, plan[at.MIXED_SUMS], begin, end, head * columns, columns)
 
 
 @njit(**OPTIONS)
-def _norm(kind, frame, plan, which, eps, layer, item):
+def _norm(kind, form, frame, plan, which, eps, layer, item):
     hidden = plan[at.HIDDEN]
     size = (plan[at.ROWS], hidden)
     x, to = array_at(kind, plan[at.RESIDUAL], size), array_at(kind, plan[at.NORMED], size)
     scale = array_at(kind, argument(frame, which)[0] + layer * hidden * item_bytes(kind), (hidden,))
-    normalise(x, scale, eps, to, at.ROW_ITEM * item, min(at.ROW_ITEM * (item + 1), plan[at.ROWS]))
+    first, end = at.ROW_ITEM * item, min(at.ROW_ITEM * (item + 1), plan[at.ROWS])
+    normalise(x, scale, eps, to, first, end)
+    _sum_blocks(kind, form, plan[at.NORMED], hidden, plan[at.NORMED_SUMS], first, end, 0, hidden)
 
 
 @njit(**OPTIONS)
-def _qkv(kind, frame, plan, layer, item):
+def _qkv(kind, form, frame, plan, layer, item):
     group, part = item // plan[at.ROW_PARTS], item % plan[at.ROW_PARTS]
     queries = plan[at.HEADS] * plan[at.DIM] // COLUMNS
     keys = plan[at.KV_HEADS] * plan[at.DIM] // COLUMNS
@@ -211,18 +254,19 @@ def _qkv(kind, frame, plan, layer, item):
         matrix, out, group = at.V_PROJ, plan[at.VALUES], group - queries - keys
     elif group >= queries:
         matrix, out, group = at.K_PROJ, plan[at.KEYS], group - queries
-    _project(kind, frame, plan, matrix, layer, group, part, plan[at.NORMED], plan[at.HIDDEN], out, False)
+    x, sums = plan[at.NORMED], plan[at.NORMED_SUMS]
+    _project(kind, form, frame, plan, matrix, layer, group, part, x, plan[at.HIDDEN], sums, out, False)
 
 
 @njit(**OPTIONS)
-def _add(kind, frame, plan, matrix, layer, item, x, in_size):
+def _add(kind, form, frame, plan, matrix, layer, item, x, in_size, sums):
     """A product added to the residual stream."""
     group, part = item // plan[at.ROW_PARTS], item % plan[at.ROW_PARTS]
-    _project(kind, frame, plan, matrix, layer, group, part, x, in_size, plan[at.RESIDUAL], True)
+    _project(kind, form, frame, plan, matrix, layer, group, part, x, in_size, sums, plan[at.RESIDUAL], True)
 
 
 @njit(**OPTIONS)
-def _run_item(kind, work, pool, frame, address, item):
+def _run_item(kind, form, work, pool, frame, address, item):
     plan = words(address, at.SOURCES)
     sources = words(address + 8 * at.SOURCES, plan[at.ROWS])
     if item < plan[at.GATHER]:
@@ -237,41 +281,43 @@ def _run_item(kind, work, pool, frame, address, item):
     ends = plan[at.ENDS : at.ENDS + at.NUM_PHASES]
     split = plan[at.ROW_PARTS]
     if item < ends[at.FIRST_NORM]:
-        _norm(kind, frame, plan, at.NORM, options[0], layer, item)
+        _norm(kind, form, frame, plan, at.NORM, options[0], layer, item)
     elif item < ends[at.QKV]:
-        _qkv(kind, frame, plan, layer, item - ends[at.FIRST_NORM])
+        _qkv(kind, form, frame, plan, layer, item - ends[at.FIRST_NORM])
     elif item < ends[at.ROPE]:
         _rope(kind, pool, frame, plan, sources, layer, item - ends[at.QKV])
     elif item < ends[at.ATTEND]:
-        _attend(kind, work, pool, frame, plan, options[1], address, layer, item - ends[at.ROPE])
+        _attend(kind, form, work, pool, frame, plan, options[1], address, layer, item - ends[at.ROPE])
     elif item < ends[at.OUTPUT]:
         size = plan[at.HEADS] * plan[at.DIM]
-        _add(kind, frame, plan, at.O_PROJ, layer, item - ends[at.ATTEND], plan[at.MIXED], size)
+        x, sums = plan[at.MIXED], plan[at.MIXED_SUMS]
+        _add(kind, form, frame, plan, at.O_PROJ, layer, item - ends[at.ATTEND], x, size, sums)
     elif item < ends[at.MIDDLE_NORM]:
-        _norm(kind, frame, plan, at.SECOND_NORM, options[0], layer, item - ends[at.OUTPUT])
+        _norm(kind, form, frame, plan, at.SECOND_NORM, options[0], layer, item - ends[at.OUTPUT])
     elif item < ends[at.GATED]:
         item -= ends[at.MIDDLE_NORM]
-        _gate_and_up(kind, frame, plan, np.int64(options[2]), layer, item // split, item % split)
+        _gate_and_up(kind, form, frame, plan, np.int64(options[2]), layer, item // split, item % split)
     else:
-        _add(kind, frame, plan, at.DOWN_PROJ, layer, item - ends[at.GATED], plan[at.MLP], plan[at.INNER])
+        x, sums = plan[at.MLP], plan[at.MLP_SUMS]
+        _add(kind, form, frame, plan, at.DOWN_PROJ, layer, item - ends[at.GATED], x, plan[at.INNER], sums)
 
 
-def _compiled_parts(version: int, dtype: str, pool_dtype: str) -> tuple[Any, Any, Any]:
+def _compiled_parts(version: int, dtype: str, pool_dtype: str, form: QuantisedForm | None) -> tuple[Any, Any, Any]:
     """What `register` takes; `version` is in the key under which their code is kept."""
     kind, pool_kind, work = KINDS[dtype], KINDS[pool_dtype], work_kind(dtype, pool_dtype)
-    element_bytes = int(kind.itemsize)
+    element_bytes, sums_block = int(kind.itemsize), _sums_block(form)
 
     @njit(**KEPT)
     def plan_items(frame, threads):
         _ = version
-        return at.plan_items(frame, threads, element_bytes)
+        return at.plan_items(frame, threads, element_bytes, sums_block)
 
     @njit(**KEPT)
     def run_item(frame, plan, item):
         _ = version
         address, shape = argument(frame, at.POOL)
         pool = array_at(pool_kind, address, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]))
-        _run_item(kind, work, pool, frame, plan, item)
+        _run_item(kind, form, work, pool, frame, plan, item)
 
     @njit(**KEPT)
     def items_before(plan, item):
@@ -282,17 +328,39 @@ def _compiled_parts(version: int, dtype: str, pool_dtype: str) -> tuple[Any, Any
 
 
 @functools.cache
-def call_name(dtype: str, pool_dtype: str) -> str:
-    """The custom call for x and pool of these types; compiled when first asked for."""
+def call_name(dtype: str, pool_dtype: str, form: QuantisedForm | None) -> str:
+    """The custom call for x and pool of these types and matrices of a form; compiled when first asked for.
+
+    Args:
+      form: None: they are not quantised.
+
+    Raises:
+      ValueError: the processor cannot do it.
+    """
     name = f"pallas_kernels.decoder_stack.{dtype}.{pool_dtype}"
-    files = (str(module.__file__) for module in (at, parts, attention))
+    if form is not None:
+        quantised_cpu.check_processor(form)
+        name += f".{form.name}"
+    files = (str(module.__file__) for module in (at, parts, attention, quantised, quantised_cpu, quantised_tile))
     version = source_version(__file__, *files, *attention.SOURCES)
-    register(name, *_compiled_parts(version, dtype, pool_dtype))
+    register(name, *_compiled_parts(version, dtype, pool_dtype, form))
     return name
 
 
-def scratch_bytes(x: jax.Array, layers: dict[str, Any]) -> int:
-    """Of the arrays that hold live rows, see the plan."""
-    q, k = (layers["attention"][name]["kernel"].shape[1] * COLUMNS for name in ("q_proj", "k_proj"))
-    inner = layers["mlp"]["gate_proj"]["kernel"].shape[1] * COLUMNS
-    return int(x.shape[0] * (2 * x.shape[1] + 2 * q + 2 * k + inner) * x.dtype.itemsize)
+def scratch_bytes(x: jax.Array, queries: int, keys: int, inner: int, form: QuantisedForm | None) -> int:
+    """Of the arrays that hold live rows, see the plan.
+
+    Args:
+      x: the tokens, padding included.
+      queries, keys, inner: columns of q, of k, and of the MLP.
+      form: of the matrices; None: they are not quantised.
+    """
+    tokens, hidden = x.shape
+    size = tokens * (2 * hidden + 2 * queries + 2 * keys + inner) * x.dtype.itemsize
+    block = _sums_block(form)
+    return int(size + (4 * tokens * (hidden + queries + inner) // block if block else 0))
+
+
+def _sums_block(form: QuantisedForm | None) -> int:
+    """Size of the blocks of x that are summed; 0: none are."""
+    return form.block if form is not None and form.has_minimum else 0

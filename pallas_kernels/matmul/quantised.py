@@ -41,6 +41,11 @@ class QuantisedForm:
     scale: str = "float16"
 
     @property
+    def name(self) -> str:
+        """For the names of calls."""
+        return f"{self.bits}.{self.block}.{'minimum' if self.has_minimum else 'symmetric'}.{self.scale}"
+
+    @property
     def integer_bytes(self) -> int:
         """Of a block of a group's columns."""
         return self.block * GROUP * self.bits // 8

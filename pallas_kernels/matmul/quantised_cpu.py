@@ -126,6 +126,12 @@ def _compiled_parts(version: int, dtype: str, form: QuantisedForm, out_dtype: st
     return plan_items, run_item
 
 
+def check_processor(form: QuantisedForm) -> None:
+    """Raises ValueError if the processor cannot multiply with such matrices."""
+    if form.scale == "float16" and not HAS_HALVES:
+        raise ValueError("products with quantised matrices need a processor that widens float16 (F16C)")
+
+
 @functools.cache
 def call_name(dtype: str, form: QuantisedForm, out_dtype: str) -> str:
     """The custom call for x of `dtype` and a matrix' form; compiled when first asked for.
@@ -133,10 +139,8 @@ def call_name(dtype: str, form: QuantisedForm, out_dtype: str) -> str:
     Raises:
       ValueError: the processor cannot do it.
     """
-    if form.scale == "float16" and not HAS_HALVES:
-        raise ValueError("products with quantised matrices need a processor that widens float16 (F16C)")
-    minimum = "minimum" if form.has_minimum else "symmetric"
-    name = f"pallas_kernels.matmul.{dtype}.{form.bits}.{form.block}.{minimum}.{form.scale}.{out_dtype}"
+    check_processor(form)
+    name = f"pallas_kernels.matmul.{dtype}.{form.name}.{out_dtype}"
     files = (__file__, tile.__file__, quantised_tile.__file__, quantised.__file__)
     register(name, *_compiled_parts(source_version(*files), dtype, form, out_dtype))
     return name

@@ -33,10 +33,10 @@ MODEL = ModelConfig(
 LENGTHS = (1, 5, 16, 17, 33, 60)
 
 
-def form(platform="cpu", devices=1, model=MODEL, **settings):
+def form(platform="cpu", devices=1, model=MODEL, loaded=None, **settings):
     """`weights_form` on some devices."""
     mesh = SimpleNamespace(devices=np.asarray([SimpleNamespace(platform=platform)] * devices), size=devices)
-    return weights_form(EngineConfig(model="m", **settings), mesh, model)
+    return weights_form(EngineConfig(model="m", **settings), mesh, model, loaded)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,10 +11,13 @@ from safetensors.numpy import save_file
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.engine.dry_run import start_plan
+from jaxserve.loading.quantised_weights import abstract_params_of, quantised_forms
+from jaxserve.models import make_params, weights
 from jaxserve.testing.tiny import tiny_config, tiny_weights, write_tiny_model
-from pallas_kernels.matmul import QuantisedMatrix, quantise
+from pallas_kernels.decoder_stack import is_stack
+from pallas_kernels.matmul import QuantisedForm, QuantisedMatrix, quantise
 from tests.engine.conftest import greedy, ids, random_prompts
-from tests.engine.test_cpu_kernels import form
+from tests.engine.test_cpu_kernels import BY_LAYER, MODEL, form
 from tests.loading.gguf_files import write_gguf
 
 SIZES = dict(vocab=288)
@@ -35,13 +38,13 @@ def make(tmp_path_factory):
         save_file(rounded, folder / name / "model.safetensors", metadata={"format": "pt"})
     made = {}
 
-    def make(name, dtype, quantization):
-        key = name, dtype, quantization
+    def make(name, dtype, quantization, **settings):
+        key = name, dtype, quantization, *settings
         if key not in made:
             made[key] = LLM(
                 str(folder / name), dtype=dtype, quantization=quantization, compile_cache="", skip_tokenizer_init=True,
                 max_model_len=64, max_num_batched_tokens=64, decode_buckets=(8,), prefill_buckets=(64,),
-                table_width_buckets=(4,), num_pages=40,
+                table_width_buckets=(4,), num_pages=40, **settings,
             )  # fmt: skip
         return made[key]
 
@@ -74,10 +77,17 @@ def scores(llm):
 def test_answers_are_those_of_the_same_numbers_in_float32(make, plain, quantised, quantization):
     """Both multiply the same numbers and sum them as float32, so only the order of sums is another."""
     wanted, llm = make(plain, "float32", None), make(quantised, "float32", quantization)
+    assert is_stack(llm.engine.runner._params["layers"])
     np.testing.assert_allclose(scores(llm), scores(wanted), atol=1e-4)
     assert ids(llm.generate(PROMPTS, greedy(8), use_tqdm=False)) == ids(
         wanted.generate(PROMPTS, greedy(8), use_tqdm=False)
     )
+
+
+def test_layers_one_by_one_give_the_answers_of_one_call(make):
+    llm = make("Q4_1.gguf", "float32", "gguf", **BY_LAYER)
+    assert isinstance(llm.engine.runner._params["layers"][1]["mlp"]["up_proj"]["kernel"], QuantisedMatrix)
+    np.testing.assert_allclose(scores(llm), scores(make("Q4_1.gguf", "float32", "gguf")), atol=1e-4)
 
 
 def test_bfloat16_answers_are_as_close_to_float32_as_those_of_dequantised_weights(make):
@@ -99,7 +109,7 @@ def test_weights_take_the_memory_of_their_blocks_in_the_plan_too(make):
     llm = make("Q4_1.gguf", "bfloat16", "gguf")
     params, config = llm.engine.runner._params, llm.engine.config
     assert isinstance(params["embed"], QuantisedMatrix)
-    assert isinstance(params["layers"][1]["mlp"]["up_proj"]["kernel"], QuantisedMatrix)
+    assert isinstance(params["layers"]["mlp"]["up_proj"]["kernel"], QuantisedMatrix)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     dense = sum(leaf.nbytes for leaf in jax.tree.leaves(make("Q4_1.gguf", "bfloat16", None).engine.runner._params))
     assert llm.engine.runner.memory_plan.weights_bytes == held
@@ -123,7 +133,33 @@ def test_quantised_weights_are_refused_where_they_cannot_be(platform, settings):
         form(platform, quantization="int8", **settings)
 
 
-def test_form_and_names():
-    assert form(quantization="int4") == "packed"
+def loaded(model, quantization, changed=None):
+    """Shapes of a model's weights; `changed` is the form of one matrix of the last layer."""
+    forms = quantised_forms(quantization, model, weights(model), None)
+    if changed is not None:
+        forms["layers", model.num_layers - 1, "mlp", "down_proj", "kernel"] = changed
+    return make_params(model, lambda weight: abstract_params_of(weight, forms, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "reason"),
+    [
+        (MODEL, QuantisedForm(8), "several forms, 4.32.minimum.float16, 8.32.symmetric.float16; all must have one"),
+        (dataclasses.replace(MODEL, head_dim=48, num_kv_heads=2), None, "48 query columns of a KV head are not in"),
+    ],
+    ids=["forms", "heads"],
+)
+def test_layers_are_one_call_where_all_matrices_have_one_form(model, changed, reason, caplog):
+    assert form(quantization="int4", loaded=loaded(MODEL, "int4")) == "packed_stack"
+    assert form(quantization="int4", loaded=loaded(MODEL, "int4"), **BY_LAYER) == "packed"
+    settings = {"model": model, "quantization": "int4", "loaded": loaded(model, "int4", changed)}
+    with caplog.at_level("INFO", "jaxserve"):
+        assert form(**settings) == "packed"
+    assert reason in caplog.text
+    with pytest.raises(ValueError, match=f"decoder_implementation native_cpu: .*{reason}"):
+        form(decoder_implementation="native_cpu", **settings)
+
+
+def test_names():
     with pytest.raises(ValueError, match="quantization is 'awq'; it must be one of gguf, int8, int4"):
         EngineConfig(model="m", quantization="awq")

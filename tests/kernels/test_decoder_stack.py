@@ -15,6 +15,7 @@ from jaxserve.models.rope import rope_tables
 from jaxserve.models.transformer import forward
 from pallas_kernels.decoder_stack import StackTables, decoder_stack, is_stack
 from pallas_kernels.kv_write import write_kv
+from pallas_kernels.matmul import form_of, pack_quantised, packed_columns, quantise
 from pallas_kernels.paged_attention import paged_attention
 
 LAYERS, PAGE, WIDTH, PAGES = 2, 4, 12, 30
@@ -134,6 +135,19 @@ def packed(config, params):
     return params
 
 
+def quantised(params, bits):
+    """Parameters with the layers' matrices quantised, those of 4 bits with minima; and their numbers as float32."""
+
+    def each(path, leaf):
+        if path[0].key != "layers" or leaf.ndim == 1:
+            return leaf, leaf
+        matrix = jax.tree.map(jnp.asarray, pack_quantised(quantise(np.asarray(leaf.T, np.float32), bits), bits))
+        return matrix, packed_columns(matrix, jnp.arange(leaf.shape[1])).T
+
+    pairs = jax.tree_util.tree_map_with_path(each, params)
+    return (jax.tree.map(lambda pair, n=n: pair[n], pairs, is_leaf=lambda x: type(x) is tuple) for n in (0, 1))
+
+
 def numbers(x):
     return np.asarray(x.astype(jnp.float32))
 
@@ -154,9 +168,33 @@ def test_decode_and_prefill_together_are_the_layers_one_by_one(model, dtype, poo
     np.testing.assert_allclose(found_pool[:, 1:], wanted_pool[:, 1:], atol=2e-5 if dtype == "float32" else 0.1)
 
 
+@pytest.mark.parametrize(("bits", "dtype"), [(4, "float32"), (4, "bfloat16"), (8, "bfloat16")])
+@pytest.mark.parametrize("model", ["plain", "biases"], indirect=True)
+def test_quantised_layers_are_the_layers_of_their_numbers(model, bits, dtype):
+    config, (kept, dense) = model[0], quantised(cast(model[1], dtype), bits)
+    params = packed(config, kept)
+    assert form_of(params["layers"]["mlp"]["up_proj"]["kernel"]).has_minimum == (bits == 4)
+    ids, positions, pool, tables, live = inputs(config, dtype, dtype)
+    wanted = numbers(one_by_one(config, cast(dense, "float32"), ids, positions, pool.astype("float32"), tables)[0])
+    found = numbers(in_one_call(config, params, ids, positions, pool, tables)[0])
+    scale = np.abs(wanted[live]).max()
+    np.testing.assert_allclose(found[live] / scale, wanted[live] / scale, atol=3e-6 if dtype == "float32" else 3e-2)
+    assert (found[~live] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_token_has_the_same_bits_whatever_is_beside_it(model, dtype):
-    config, params = model[0], packed(model[0], cast(model[1], dtype))
+    check_bits(model[0], packed(model[0], cast(model[1], dtype)), dtype)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, "float32"), (4, "bfloat16"), (8, "bfloat16")])
+@pytest.mark.parametrize("model", ["biases"], indirect=True)
+def test_a_token_has_the_same_bits_with_quantised_layers_too(model, bits, dtype):
+    check_bits(model[0], packed(model[0], next(quantised(cast(model[1], dtype), bits))), dtype)
+
+
+def check_bits(config, params, dtype):
+    """A decoding row alone, and a chunk in two steps instead of one, have the bits of all together."""
     ids, positions, pool, tables, _ = inputs(config, dtype, dtype)
     together, _ = in_one_call(config, params, ids, positions, pool, tables)
     rows = len(DECODE)
@@ -232,3 +270,19 @@ def test_what_does_not_fit_is_refused_before_memory_is_read(change, message):
     rope = rope_tables(MODEL.rope, MODEL.head_dim, 100, positions)
     with pytest.raises(ValueError, match=message):
         decoder_stack(x, layers, pool, rope, tables, sliding_windows=(None, None), rms_norm_eps=1e-5, activation="silu")
+
+
+def test_quantised_matrices_that_do_not_fit_are_refused():
+    config = MODELS["wide heads"]
+    whole, mixed = (packed(config, next(quantised(init_params(config, jax.random.key(0)), bits))) for bits in (4, 8))
+    mixed["layers"]["mlp"]["up_proj"] = whole["layers"]["mlp"]["up_proj"]
+    narrow = packed(MODEL, next(quantised(init_params(MODEL, jax.random.key(0)), 4)))
+    narrow["layers"]["mlp"]["down_proj"] = whole["layers"]["mlp"]["up_proj"]
+    for model, params, message in (
+        (config, whole, "144 query columns of a KV head are not in blocks of 32"),
+        (config, mixed, "the layers' matrices are of 2 forms"),
+        (MODEL, narrow, r"mlp down_proj is \[64, 96\]; it must be \[96, 64\]"),
+    ):
+        ids, positions, pool, tables, _ = inputs(model, "float32", "float32")
+        with pytest.raises(ValueError, match=message):
+            in_one_call(model, params, ids, positions, pool, tables)
