@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig
 from jaxserve.models import ModelConfig, pack_kernels, stack_layers, weights
+from jaxserve.runtime.huge_pages import use_huge_pages
 from pallas_kernels.common import native
 from pallas_kernels.matmul import QuantisedMatrix, can_pack, form_of
 from pallas_kernels.paged_attention import choose_implementation
@@ -126,5 +127,8 @@ def arrange_weights(params: Any, form: str, model_config: ModelConfig, mesh: Mes
         params = pack_kernels(model_config, params)
         if form == "packed_stack":
             params = stack_layers(params, consume=consume)
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated), params)
+        params = jax.tree.map(lambda leaf: jax.device_put(leaf, replicated), params)
+        if consume:  # arrays, not shapes
+            use_huge_pages(params)
+        return params
     return stack_layers(params, consume=consume) if form == "stacked" else params

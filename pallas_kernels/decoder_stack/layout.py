@@ -30,8 +30,8 @@ FIRST_NORM, QKV, ROPE, ATTEND, OUTPUT, MIDDLE_NORM, GATED, LAST, NUM_PHASES = ra
 
 # Words of the plan. Scratch arrays hold live rows: residual stream, its norm, q, k, v, what attention gives, MLP.
 ITEMS, ROWS, TOKENS, BLOCKS, LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER = range(10)
-# Items of gathering and of a layer, parts of a product's rows, threads, and where each phase ends in a layer.
-GATHER, PER_LAYER, ROW_PARTS, THREADS, ENDS = range(10, 15)
+# Items of gathering and of a layer, parts of a product's rows, parts of KV heads, threads, ends of phases in a layer.
+GATHER, PER_LAYER, ROW_PARTS, HEAD_PARTS, THREADS, ENDS = range(10, 16)
 AT = ENDS + NUM_PHASES
 RESIDUAL, NORMED, QUERIES, KEYS, VALUES, MIXED, MLP = range(AT, AT + 7)
 # float32 sums of the blocks of the norm, what attention gives and MLP, for matrices whose blocks have a minimum.
@@ -120,12 +120,15 @@ def plan_items(frame, threads, element_bytes, sums_block):
     # Whole tiles of rows, so that no part has more work than its share.
     row_parts = min((live + MOST_ROWS - 1) // MOST_ROWS, (ITEMS_PER_THREAD * threads + groups - 1) // groups)
     plan[ROW_PARTS] = max(row_parts, 1)
+    # As few as keep threads busy: heads of a page that one thread reads share lines of the page tables.
+    most = (ITEMS_PER_THREAD * threads + plan[BLOCKS] - 1) // max(plan[BLOCKS], 1)
+    plan[HEAD_PARTS] = max(min(plan[KV_HEADS], most), 1)
     plan[THREADS] = threads
     counts = (
         row_items,
         (queries + 2 * keys) // COLUMNS * plan[ROW_PARTS],
         row_items,
-        plan[BLOCKS] * plan[KV_HEADS],
+        plan[BLOCKS] * plan[HEAD_PARTS],
         groups * plan[ROW_PARTS],
         row_items,
         plan[INNER] // COLUMNS * plan[ROW_PARTS],

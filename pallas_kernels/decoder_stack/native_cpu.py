@@ -209,28 +209,48 @@ def _rope(kind, pool, frame, plan, sources, layer, item):
 
 @njit(**OPTIONS)
 def _attend(kind, form, work, pool, frame, plan, scale, address, layer, item):
-    """A block of queries over one KV head."""
-    rows, heads, dim = plan[at.ROWS], plan[at.HEADS], plan[at.DIM]
-    block, head = item // plan[at.KV_HEADS], item % plan[at.KV_HEADS]
-    blocks = address + 8 * (at.SOURCES + plan[at.TOKENS])
-    width = argument(frame, at.DECODE_PAGES)[1][1]
+    """A block of queries over some KV heads, which lie side by side in a page."""
+    rows, heads, dim, kv_heads = plan[at.ROWS], plan[at.HEADS], plan[at.DIM], plan[at.KV_HEADS]
+    split = plan[at.HEAD_PARTS]
     window = np.int64(at.int32s(frame, at.WINDOWS)[layer])
-    following = min(item + plan[at.THREADS], plan[at.BLOCKS] * plan[at.KV_HEADS] - 1)
-    table, _, count, position = words(blocks + 8 * at.BLOCK_WORDS * (following // plan[at.KV_HEADS]), at.BLOCK_WORDS)
-    pages = carray(pointer_i32(table), (width,))
-    after = (pages, following % plan[at.KV_HEADS], max(position - window + 1, 0), position + count)
-    table, begin, count, position = words(blocks + 8 * at.BLOCK_WORDS * block, at.BLOCK_WORDS)
-    queries = (carray(pointer_i32(table), (width,)), head, begin, count, position)
+    queries = _queries(frame, plan, address, item // split)
+    pages, begin, count, position = queries
     q = array_at(kind, plan[at.QUERIES], (rows, heads, dim))
     out = array_at(kind, plan[at.MIXED], (rows, heads, dim))
-    no_sinks = carray(pointer_f32(table), (0,))
-    scratch = np.empty(scratch_words(work, count * (heads // plan[at.KV_HEADS]), dim), np.int64)
+    no_sinks = array_at(np.float32(0), address, (0,))
+    scratch = np.empty(scratch_words(work, count * (heads // kv_heads), dim), np.int64)
     options = (scale, window, np.float32(0))
-    attend(work, q, pool, layer, queries, options, no_sinks, out, aligned(scratch.ctypes.data), after)
+    first, end = item % split * kv_heads // split, (item % split + 1) * kv_heads // split
+    for head in range(first, end):
+        after, head_after = queries, head + 1
+        if head_after == end:
+            following = min(item + plan[at.THREADS], plan[at.BLOCKS] * split - 1)
+            after = _queries(frame, plan, address, following // split)
+            head_after = following % split * kv_heads // split
+        oldest_after, end_after = max(after[3] - window + 1, 0), after[3] + after[2]
+        attend(
+            work,
+            q,
+            pool,
+            layer,
+            (pages, head, begin, count, position),
+            options,
+            no_sinks,
+            out,
+            aligned(scratch.ctypes.data),
+            (after[0], head_after, oldest_after, end_after),
+        )
     scratch[0] = 0  # it lives until here
-    columns, width = heads // plan[at.KV_HEADS] * dim, heads * dim
-    end = begin + count
-    _sum_blocks(kind, form, plan[at.MIXED], width, plan[at.MIXED_SUMS], begin, end, head * columns, columns)
+    size, x, sums = heads // kv_heads * dim, plan[at.MIXED], plan[at.MIXED_SUMS]
+    _sum_blocks(kind, form, x, heads * dim, sums, begin, begin + count, first * size, (end - first) * size)
+
+
+@njit(**OPTIONS)
+def _queries(frame, plan, address, block):
+    """Page table, first query, count and the first one's position of a block of queries."""
+    words_before = at.SOURCES + plan[at.TOKENS] + at.BLOCK_WORDS * block
+    table, begin, count, position = words(address + 8 * words_before, at.BLOCK_WORDS)
+    return carray(pointer_i32(table), (argument(frame, at.DECODE_PAGES)[1][1],)), begin, count, position
 
 
 @njit(**OPTIONS)
