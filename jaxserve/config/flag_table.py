@@ -252,7 +252,8 @@ FLAGS: tuple[Flag, ...] = (
         (
             "max_decode_steps",
             _INT,
-            "most decode steps of an iteration: several where nobody waits and no row needs the host between; 1: off",
+            "most decode steps of an iteration: several where no prompt is left, nobody waits but for a slot, and no"
+            " row needs the host between; 1: off",
         ),
         (
             "max_arrival_delay_s",

@@ -44,8 +44,8 @@ class PolicyConfig:
       itl_target_s: seconds an iteration with decode rows should take at most: prompts get what the
         predicted step time leaves; None: they get the whole token budget. Where requests of a service
         class with a smaller target decode, that one holds.
-      max_decode_steps: most decode steps of one iteration: several where nobody waits and no row needs the host
-        between two tokens; 1: never several.
+      max_decode_steps: most decode steps of one iteration: several where no prompt is left, nobody waits but
+        for a slot, and no row needs the host between two tokens; 1: never several.
       max_arrival_delay_s: seconds that a request which arrives just after such iterations were dispatched may lose,
         by the step time of late, to their further steps.
       batching: "continuous"; or the older schemes, for comparison: "static" keeps a batch until its

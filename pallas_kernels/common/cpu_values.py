@@ -19,6 +19,9 @@ OPTIONS: dict[str, Any] = {
 
 INLINE = OPTIONS | {"inline": "always"}
 
+LINE = 64
+"""Bytes of a cache line."""
+
 
 def _pointer(kind: Any) -> Any:
     @intrinsic
@@ -37,16 +40,29 @@ pointer_f32 = _pointer(types.float32)
 pointer_u16 = _pointer(types.uint16)
 
 
-def _bitcast(source: Any, target: Any, llvm_type: Any) -> Any:
-    @intrinsic
-    def cast(typing: Any, x: Any) -> Any:
-        return target(source), lambda context, builder, signature, args: builder.bitcast(args[0], llvm_type)
+@intrinsic
+def bits_to_float(typing: Any, x: Any) -> Any:
+    """The float32 that has these bits, uint32."""
 
-    return cast
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
 
 
-bits_to_float = _bitcast(types.uint32, types.float32, ir.FloatType())
-float_to_bits = _bitcast(types.float32, types.uint32, ir.IntType(32))
+def build_prefetch(builder: Any, address: Any, size: int, *, cache: int) -> None:
+    """Asks for the cache lines of `size` bytes, which may lie outside of any array: nothing comes of it then.
+
+    Args:
+      cache: the nearest that they shall be in, 1 or 2.
+    """
+    number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    options = [ir.Constant(number, value) for value in (0, 4 - cache, 1)]  # to read, data
+    for line in range(0, size, LINE):
+        place = builder.add(address, ir.Constant(ir.IntType(64), line))
+        builder.call(function, [builder.inttoptr(place, pointer), *options])
 
 
 @intrinsic
@@ -54,12 +70,7 @@ def prefetch(typing: Any, address: Any) -> Any:
     """Asks for the cache line at an address, which is needed soon."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        number = ir.IntType(32)
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        options = [ir.Constant(number, value) for value in (0, 2, 1)]  # to read, into the second cache, data
-        builder.call(function, [builder.inttoptr(args[0], pointer), *options])
+        build_prefetch(builder, args[0], LINE, cache=2)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate

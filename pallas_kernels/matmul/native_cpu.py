@@ -14,9 +14,9 @@ import numpy as np
 from numba import njit
 
 from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, source_version, words
-from pallas_kernels.common.cpu_values import KINDS, OPTIONS, array_at, store
+from pallas_kernels.common.cpu_values import KINDS, LINE, OPTIONS, array_at, store
 from pallas_kernels.matmul import tile
-from pallas_kernels.matmul.tile import COLUMNS, LINE, ROWS, make_tile
+from pallas_kernels.matmul.tile import COLUMNS, ROWS, make_tile
 
 ITEMS_PER_THREAD = 4
 

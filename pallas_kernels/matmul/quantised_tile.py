@@ -16,6 +16,7 @@ from numba.core.datamodel import models
 from numba.core.imputils import lower_constant
 from numba.extending import intrinsic, overload_attribute, register_model, typeof_impl
 
+from pallas_kernels.common.cpu_values import build_prefetch
 from pallas_kernels.matmul.quantised import QuantisedForm, bfloat16_bits
 from pallas_kernels.matmul.tile import (
     COLUMNS,
@@ -27,7 +28,6 @@ from pallas_kernels.matmul.tile import (
     dot_step,
     load,
     multiply_add,
-    prefetch,
     spread,
     word,
 )
@@ -168,7 +168,9 @@ def _generate(builder: Any, rows: int, form: QuantisedForm, steps: Any, args: An
     found = [[builder.phi(FLOATS) for _ in _VECTORS] for _ in range(rows)]
     place = builder.add(block_integers, builder.mul(index, word(form.integer_bytes // word_rows)))
     here = builder.add(block_x, builder.mul(index, word(steps.values * steps.x_bytes)))
-    prefetch(builder, builder.add(place, word(_AHEAD * form.integer_bytes)), form.integer_bytes // word_rows, cache=1)
+    build_prefetch(
+        builder, builder.add(place, word(_AHEAD * form.integer_bytes)), form.integer_bytes // word_rows, cache=1
+    )
     starts = [builder.add(start, here) for start in x_starts]
     ends = steps.add(found, place, starts)
     following = builder.add(index, word(1))
@@ -181,7 +183,7 @@ def _generate(builder: Any, rows: int, form: QuantisedForm, steps: Any, args: An
 
     builder.position_at_end(block_end)
     block_scales = builder.add(scales, builder.mul(block, word(form.scale_bytes)))
-    prefetch(builder, builder.add(block_scales, word(_AHEAD * form.scale_bytes)), form.scale_bytes, cache=1)
+    build_prefetch(builder, builder.add(block_scales, word(_AHEAD * form.scale_bytes)), form.scale_bytes, cache=1)
     factors = [
         [_load_scales(builder, form, block_scales, COLUMNS * part + LANES * v) for v in _VECTORS]
         for part in range(1 + form.has_minimum)

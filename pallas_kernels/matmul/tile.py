@@ -7,12 +7,12 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
+
+from pallas_kernels.common.cpu_values import build_prefetch
 
 COLUMNS = 32
 
-LINE = 64
 LANES = 16
 FLOATS, INTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
 _WORD = ir.IntType(64)
@@ -67,7 +67,7 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
             sums = [[builder.phi(FLOATS) for _ in vectors] for _ in range(rows)]
             place = builder.add(w, builder.mul(index, word(4 * COLUMNS)))
             ahead = builder.add(fetch, builder.mul(index, fetch_stride))
-            prefetch(builder, ahead, 4 * COLUMNS, cache=2)
+            build_prefetch(builder, ahead, 4 * COLUMNS, cache=2)
             weights = [load(builder, builder.add(place, word(4 * LANES * v)), INTS) for v in vectors]
             ends = []
             for row in range(rows):
@@ -98,20 +98,6 @@ def word(value: int) -> Any:
 
 def load(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
-
-
-def prefetch(builder: Any, address: Any, size: int, *, cache: int) -> None:
-    """Asks for the cache lines of `size` bytes, which may lie outside of any array: nothing comes of it then.
-
-    Args:
-      cache: the nearest that they shall be in, 1 or 2.
-    """
-    number, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    options = [ir.Constant(number, value) for value in (0, 4 - cache, 1)]  # to read, data
-    for line in range(0, size, LINE):
-        builder.call(function, [builder.inttoptr(builder.add(address, word(line)), pointer), *options])
 
 
 def spread(builder: Any, x: Any) -> Any:

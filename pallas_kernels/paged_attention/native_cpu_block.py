@@ -14,8 +14,18 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pallas_kernels.common.cpu_values import INLINE, OPTIONS, array_at, bits_to_float, item_bytes, load, prefetch, store
-from pallas_kernels.matmul.tile import COLUMNS, LINE
+from pallas_kernels.common.cpu_values import (
+    INLINE,
+    LINE,
+    OPTIONS,
+    array_at,
+    bits_to_float,
+    item_bytes,
+    load,
+    prefetch,
+    store,
+)
+from pallas_kernels.matmul.tile import COLUMNS
 
 KEY_BLOCK = 128
 """Keys whose scores are held at once."""

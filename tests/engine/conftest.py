@@ -1,9 +1,12 @@
 """Engines on the tiny model, made once per setting and shared by the session."""
 
+import random
+
 import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.core import Submission, Terms
 
 PRECISION_GAP = 1e-3
 """Solo's top-1/top-2 logit gap under which a differing token is excused (float32)."""
@@ -57,6 +60,24 @@ def assert_idle_clean(llm):
 def random_prompts(lengths, seed=0, vocab=256):
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def random_submissions(random_params, eos, *, seed, prompt_seed, count=36):
+    """Prompts of several lengths, some with common beginnings, each with settings of its own."""
+    rng = random.Random(seed)
+    prompts = random_prompts([rng.choice((1, 3, 9, 17, 33, 40, 60)) for _ in range(count)], seed=prompt_seed)
+    for index in range(0, count, 3):
+        prompts[index] = (prompts[1] * 40)[:24] + prompts[index]
+    return [
+        Submission(prompt, random_params(rng, eos), f"r{index}", Terms(priority=rng.randint(-2, 2)))
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def run_alone(make_llm, submissions):
+    """Every choice of each prompt when it runs alone, one step at a time."""
+    llm = make_llm(overlap=False, enable_prefix_caching=False)
+    return [llm.generate([each.prompt_token_ids], each.params, use_tqdm=False)[0] for each in submissions]
 
 
 def greedy(max_tokens, **settings):

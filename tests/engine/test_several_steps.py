@@ -1,19 +1,16 @@
 """Several decode steps in one dispatch bring what single steps bring: the real engine, random lives."""
 
-import random
-
 import pytest
 
 from jaxserve import SamplingParams
-from jaxserve.core import StructuredOutputs, Submission, Terms
+from jaxserve.core import StructuredOutputs, Submission
 from jaxserve.runtime import COMPILES
 from jaxserve.tables.layout import MAX_STOP_IDS
-from tests.engine.conftest import assert_idle_clean, greedy, ids, random_prompts
+from tests.engine.conftest import assert_idle_clean, greedy, ids, random_prompts, random_submissions, run_alone
 from tests.engine.test_overlap import MODES, Lives, assert_as_alone
 from tests.engine.test_trace_replay import replayed
 
 STEPS = {"max_decode_steps": 7, "max_arrival_delay_s": 1e6}
-NUM_PROMPTS = 36
 NUM_LIVES = 4
 
 
@@ -52,23 +49,13 @@ def random_params(rng, eos):
 
 @pytest.fixture(scope="module")
 def submissions(make_llm):
-    """Prompts of several lengths, some with common beginnings, each with settings of its own."""
-    rng = random.Random(6)
     eos = make_llm(overlap=False).engine.limits.eos_token_ids[0]
-    prompts = random_prompts([rng.choice((1, 3, 9, 17, 33, 40, 60)) for _ in range(NUM_PROMPTS)], seed=7)
-    for index in range(0, NUM_PROMPTS, 3):
-        prompts[index] = (prompts[1] * 40)[:24] + prompts[index]
-    return [
-        Submission(prompt, random_params(rng, eos), f"r{index}", Terms(priority=rng.randint(-2, 2)))
-        for index, prompt in enumerate(prompts)
-    ]
+    return random_submissions(random_params, eos, seed=6, prompt_seed=7)
 
 
 @pytest.fixture(scope="module")
 def alone(make_llm, submissions):
-    """Every choice of each prompt when it runs alone, one step at a time."""
-    llm = make_llm(overlap=False, enable_prefix_caching=False)
-    return [llm.generate([each.prompt_token_ids], each.params, use_tqdm=False)[0] for each in submissions]
+    return run_alone(make_llm, submissions)
 
 
 def several_in(plans):
