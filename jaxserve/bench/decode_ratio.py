@@ -18,7 +18,7 @@ from absl.flags import FlagValues
 
 from jaxserve.bench.report import Column, report
 from jaxserve.loading import LoadedModel, load_model, resolve_model
-from jaxserve.models import forward, unembed
+from jaxserve.models import AttentionOptions, forward, unembed
 from jaxserve.runtime import make_mesh
 from jaxserve.runtime.kv_pool import PoolLayout
 from pallas_kernels.kv_write import write_kv
@@ -87,12 +87,12 @@ def _step(loaded: LoadedModel, attends: bool) -> Any:
         offsets = positions % PAGE_SIZE
 
         def attend(
-            layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, sliding_window: int | None
+            layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, options: AttentionOptions
         ) -> tuple[jax.Array, jax.Array]:
             if not attends:
                 return q, cache
             cache = write_kv(cache, layer, k, v, page_table[:, -1], offsets)
-            out = paged_attention(q, cache, layer, page_table, positions + 1, sliding_window=sliding_window)
+            out = paged_attention(q, cache, layer, page_table, positions + 1, **options._asdict())
             return out, cache
 
         hidden, pool = forward(loaded.config, params, tokens, positions, attend, pool)

@@ -35,8 +35,11 @@ class CheckpointReader(Protocol):
         """Shape as the Hugging Face checkpoint has it (linear layers [out, in])."""
         ...
 
-    def read(self, name: str) -> np.ndarray[Any, Any]:
-        """The tensor in a floating dtype; one that is not writable is a view of the file, to be copied soon."""
+    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
+        """The tensor, or only these rows of it (and nothing else is read), in a floating dtype.
+
+        One that is not writable is a view of the file, to be copied soon.
+        """
         ...
 
 
@@ -52,6 +55,9 @@ class ExpectedWeight(Protocol):
     @property
     def transpose(self) -> bool: ...
 
+    @property
+    def rows(self) -> range | None: ...
+
 
 def check_tensors(reader: CheckpointReader, expected: Sequence[ExpectedWeight], ignored: Iterable[str]) -> None:
     """Compares a checkpoint's tensors with a model's weights, all from headers.
@@ -65,23 +71,28 @@ def check_tensors(reader: CheckpointReader, expected: Sequence[ExpectedWeight], 
       CheckpointError: a weight is missing or has another shape, or a tensor has no use.
     """
     present = set(reader.names())
-    missing = [weight.hf_name for weight in expected if weight.hf_name not in present]
+    missing = [name for name in dict.fromkeys(weight.hf_name for weight in expected) if name not in present]
     if missing:
         raise CheckpointError(f"{reader.name} lacks {_listed(missing)}, which its config asks for")
     unused = sorted(present - {weight.hf_name for weight in expected} - set(ignored))
     if unused:
         raise CheckpointError(f"{reader.name} holds {_listed(unused)}, which the model of its config has no use for")
-    for weight in expected:
-        shape, wanted = reader.shape(weight.hf_name), stored_shape(weight)
+    for name, wanted in _tensor_shapes(expected).items():
+        shape = reader.shape(name)
         if shape != wanted:
             raise CheckpointError(
-                f"{reader.name}: tensor {weight.hf_name} has shape {list(shape)}; its config asks for {list(wanted)}"
+                f"{reader.name}: tensor {name} has shape {list(shape)}; its config asks for {list(wanted)}"
             )
 
 
-def stored_shape(weight: ExpectedWeight) -> tuple[int, ...]:
-    """A weight's shape in a Hugging Face checkpoint."""
-    return weight.shape[::-1] if weight.transpose else weight.shape
+def _tensor_shapes(expected: Sequence[ExpectedWeight]) -> dict[str, tuple[int, ...]]:
+    """Shapes in a Hugging Face checkpoint, by name; weights that share a tensor are one below the other in it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for weight in expected:
+        shape = weight.shape[::-1] if weight.transpose else weight.shape
+        first = 0 if weight.rows is None else weight.rows.start
+        shapes[weight.hf_name] = (first + shape[0], *shape[1:])
+    return shapes
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

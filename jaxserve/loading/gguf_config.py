@@ -5,32 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.core import CheckpointError, UnsupportedModelError
+from jaxserve.loading.gguf_architectures import ARCHITECTURES, GgufArchitecture
+from jaxserve.loading.gguf_fields import GgufFields
 from jaxserve.loading.gguf_file import GgufFile
 
-
-@dataclass(frozen=True, slots=True)
-class GgufArchitecture:
-    """What an architecture name in a GGUF file means.
-
-    Attributes:
-      hf_architecture, model_type: as in config.json.
-      permuted: query and key rows are interleaved for llama.cpp's pairwise rope.
-    """
-
-    hf_architecture: str
-    model_type: str
-    permuted: bool = False
-
-
-ARCHITECTURES = {
-    "llama": GgufArchitecture("LlamaForCausalLM", "llama", permuted=True),
-    "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
-}
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
@@ -39,27 +20,15 @@ _TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-def hf_name(gguf_name: str) -> str:
+def hf_name(gguf_name: str, arch: GgufArchitecture) -> str:
     """The Hugging Face name of a tensor; names without one stay as they are."""
     match = _LAYER_TENSOR.fullmatch(gguf_name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    module = arch.module(match[2]) if match else None
+    if match and module:
+        return f"model.layers.{match[1]}.{module}.{match[3]}"
     return _TOP_NAMES.get(gguf_name, gguf_name)
 
 
@@ -93,7 +62,7 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
       UnsupportedModelError: layers differ from each other, or a mixture of experts.
     """
     arch = architecture(gguf)
-    fields = _Fields(gguf)
+    fields = GgufFields(gguf)
     heads = fields.count("attention.head_count")
     width = fields.count("embedding_length")
     head_dim = fields.count("attention.key_length", width // max(heads, 1))
@@ -106,10 +75,9 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
         raise CheckpointError(f"{gguf.path} lacks tensor token_embd.weight")
     max_position = fields.count("context_length")
     window = fields.count("attention.sliding_window", 0) or None
-    windowed = window is not None and arch.model_type == "llama"
     config: dict[str, Any] = {
-        "architectures": ["MistralForCausalLM" if windowed else arch.hf_architecture],
-        "model_type": "mistral" if windowed else arch.model_type,
+        "architectures": [arch.hf_architecture],
+        "model_type": arch.model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
         "intermediate_size": fields.count("feed_forward_length"),
@@ -117,7 +85,6 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
         "num_attention_heads": heads,
         "num_key_value_heads": fields.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": max_position,
         "rope_parameters": _rope(fields, rope_factors, max_position),
@@ -128,7 +95,7 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
         "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
     }
     config.update(special_token_ids(gguf.metadata))
-    return config
+    return config | arch.extra(fields, config)
 
 
 def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +111,7 @@ def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _rope(fields: _Fields, rope_factors: Mapping[str, list[float]], max_position: int) -> dict[str, Any]:
+def _rope(fields: GgufFields, rope_factors: Mapping[str, list[float]], max_position: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10000.0)}
     kind = fields.text("rope.scaling.type", "linear")  # llama.cpp's default; older files have a factor alone
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
@@ -174,37 +141,3 @@ def _rope(fields: _Fields, rope_factors: Mapping[str, list[float]], max_position
         # llama.cpp multiplies its attention factor with YaRN's own.
         rope["attention_factor"] = scale * (1.0 + 0.1 * math.log(factor) if factor > 1.0 else 1.0)
     return rope
-
-
-class _Fields:
-    """Metadata values under the architecture's prefix, of the type asked for."""
-
-    def __init__(self, gguf: GgufFile) -> None:
-        self._gguf = gguf
-        self._prefix = gguf.metadata["general.architecture"]
-
-    def _value(self, key: str, default: Any) -> Any:
-        name = f"{self._prefix}.{key}"
-        value = self._gguf.metadata.get(name, default)
-        if value is None:
-            raise CheckpointError(f"{self._gguf.path} lacks the metadata {name}")
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise UnsupportedModelError(f"{self._gguf.path}: {name} differs from layer to layer")
-            value = value[0]
-        return value
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"{self._gguf.path}: {self._prefix}.{key} is {value!r}; it must be an integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self._gguf.path}: {self._prefix}.{key} is {value!r}; it must be a number")
-        return float(value)
-
-    def text(self, key: str, default: str) -> str:
-        return str(self._value(key, default))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class GgufReader:
         """
         gguf = read_gguf(path)
         self.name = str(path)
-        self._permuted = architecture(gguf).permuted
+        self._architecture = architecture(gguf)
         factors = {
             name: _dequantised(gguf.tensors[name], name).ravel().tolist()
             for name in ROPE_TENSORS
@@ -42,7 +43,11 @@ class GgufReader:
         }
         self.hf_config: dict[str, Any] = hf_config(gguf, factors)
         self.generation_config: dict[str, Any] = special_token_ids(gguf.metadata)
-        self._tensors = {hf_name(name): tensor for name, tensor in gguf.tensors.items() if name not in ROPE_TENSORS}
+        self._tensors = {
+            hf_name(name, self._architecture): tensor
+            for name, tensor in gguf.tensors.items()
+            if name not in ROPE_TENSORS
+        }
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -54,20 +59,23 @@ class GgufReader:
         """How a tensor is stored."""
         return self._tensors[name].quantisation
 
-    def read(self, name: str) -> np.ndarray[Any, Any]:
-        return self._in_order(_dequantised(self._tensors[name], name), name)
+    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
+        value = _dequantised(_rows_of(self._tensors[name], rows), name)
+        if self._architecture.norms_hold_one and name.endswith("norm.weight"):
+            return value - 1  # in float32, so a weight that was bfloat16 once comes back
+        return self._in_order(value, name)
 
-    def blocks(self, name: str) -> Callable[[slice], Blocks]:
-        """A function that gives the blocks of some rows of a tensor of a format that `gguf_blocks` knows."""
-        tensor = self._tensors[name]
+    def blocks(self, name: str, rows: range | None = None) -> Callable[[slice], Blocks]:
+        """A function that gives the blocks of some of the rows of a tensor of a format that `gguf_blocks` knows."""
+        tensor = _rows_of(self._tensors[name], rows)
         data = self._in_order(_mapped(tensor, name), name)
-        return lambda rows: unpack(data[rows], tensor.quantisation)
+        return lambda part: unpack(data[part], tensor.quantisation)
 
     def _in_order(self, rows: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-        """The rows of a tensor, quantised or not, in the order of a Hugging Face checkpoint."""
-        if self._permuted and _QUERY in name:
+        """The rows of a whole tensor, quantised or not, in the order of a Hugging Face checkpoint."""
+        if self._architecture.permuted and _QUERY in name:
             return unpermute(rows, self.hf_config["num_attention_heads"])
-        if self._permuted and _KEY in name:
+        if self._architecture.permuted and _KEY in name:
             return unpermute(rows, self.hf_config["num_key_value_heads"])
         return rows
 
@@ -87,6 +95,19 @@ def unpermute(value: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, An
     """
     pairs = value.reshape(num_heads, -1, 2, *value.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(value.shape)
+
+
+def _rows_of(tensor: GgufTensor, rows: range | None) -> GgufTensor:
+    """Those rows of a tensor as one of their own."""
+    if rows is None:
+        return tensor
+    row_bytes = tensor.num_bytes // tensor.shape[0]
+    return replace(
+        tensor,
+        shape=(len(rows), *tensor.shape[1:]),
+        begin=tensor.begin + rows.start * row_bytes,
+        num_bytes=len(rows) * row_bytes,
+    )
 
 
 def _dequantised(tensor: GgufTensor, name: str) -> np.ndarray[Any, Any]:

@@ -95,7 +95,7 @@ def load_model(
         if weight.path in forms:
             assert quantization is not None
             return quantised_weight(weight, forms[weight.path], reader, quantization)
-        value = reader.read(weight.hf_name)
+        value = reader.read(weight.hf_name, weight.rows)
         # Views of a file are copied even if nothing else is to be done; see `map_tensor`.
         is_own = value.flags.writeable
         return np.array(value.T if weight.transpose else value, target, order="C", copy=None if is_own else True)

@@ -79,8 +79,8 @@ def quantised_weight(weight: Weight, form: QuantisedForm, reader: CheckpointRead
         from jaxserve.loading.gguf_reader import GgufReader
 
         assert isinstance(reader, GgufReader), f"{reader.name} is no GGUF file"
-        return in_parts(matrix_shape(weight), form, reader.blocks(weight.hf_name))
-    return quantise_columns(reader.read(weight.hf_name), form)
+        return in_parts(matrix_shape(weight), form, reader.blocks(weight.hf_name, weight.rows))
+    return quantise_columns(reader.read(weight.hf_name, weight.rows), form)
 
 
 def quantise_columns(columns: np.ndarray[Any, Any], form: QuantisedForm) -> QuantisedMatrix:

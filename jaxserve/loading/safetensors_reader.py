@@ -68,14 +68,18 @@ class SafetensorsReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def read(self, name: str) -> np.ndarray[Any, Any]:
+    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
         entry = self._entries[name]
         dtype = _FLOATS.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}; weights must be one of {', '.join(_FLOATS)}"
             )
-        return map_tensor(entry.file, name, dtype, entry.shape, entry.begin)
+        if rows is None:
+            return map_tensor(entry.file, name, dtype, entry.shape, entry.begin)
+        row = entry.shape[1:]
+        begin = entry.begin + rows.start * math.prod(row) * dtype.itemsize
+        return map_tensor(entry.file, name, dtype, (len(rows), *row), begin)
 
 
 def is_safetensors_directory(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """Models: configuration, weight table, flax modules, rotary embedding, sharding rules."""
 
-from jaxserve.models.attention import Attend
-from jaxserve.models.config import ModelConfig, RopeConfig
+from jaxserve.models.attention import Attend, AttentionOptions
+from jaxserve.models.config import LayerKind, ModelConfig, RopeConfig
+from jaxserve.models.names import Names
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
 from jaxserve.models.sharding import param_shardings, partition_spec
 from jaxserve.models.transformer import (
@@ -18,7 +19,10 @@ from jaxserve.models.weights import Weight, ignorable, make_params, weights
 __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "Attend",
+    "AttentionOptions",
+    "LayerKind",
     "ModelConfig",
+    "Names",
     "RopeConfig",
     "RunLayers",
     "Weight",

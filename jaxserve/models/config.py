@@ -7,6 +7,13 @@ model came from: modules and weight table follow these fields alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxserve.models.names import LLAMA_NAMES, Names
+
+NORM_PLACEMENTS = ("pre", "post", "sandwich")
+QK_NORMS = (None, "head", "full")
+MLP_KINDS = ("dense",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,20 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
 
 
+class LayerKind(NamedTuple):
+    """What one layer may have otherwise than the next; layers of a kind are traced once.
+
+    Attributes:
+      sliding_window: tokens a query sees, itself included; None: all.
+      rope: index into `ModelConfig.ropes`.
+      mlp: a name in `MLP_KINDS`.
+    """
+
+    sliding_window: int | None
+    rope: int
+    mlp: str
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer.
@@ -54,9 +75,25 @@ class ModelConfig:
       rope: rotary embedding.
       max_position_embeddings: context length in tokens.
       tie_word_embeddings: the output projection is the embedding.
-      attention_bias, mlp_bias: linear layers carry a bias.
+      qkv_bias, o_bias, mlp_bias: these linear layers carry a bias.
       hidden_act: activation of the MLP's gate.
       sliding_windows: per layer, the number of latest tokens a query sees, itself included; None: all.
+      other_ropes: rotary embeddings that some layers have instead of `rope`.
+      layer_ropes: per layer, an index into `ropes`.
+      mlp_kinds: per layer, a name in `MLP_KINDS`.
+      norm_placement: `pre`: norms before attention and MLP; `post`: after them, before they are added to the
+        residual stream; `sandwich`: both.
+      norm_offset: norms multiply by 1 + their weight.
+      qk_norm: queries and keys are normalised before they turn: `head`: each head by itself; `full`: all heads of a
+        token together; None: not.
+      attention_scale: of the scores; None: 1 / sqrt(head_dim).
+      attention_softcap, final_logit_softcap: scores and logits become `cap * tanh(x / cap)`; None: off.
+      embedding_multiplier: of looked-up embeddings; rounded to the weights' dtype.
+      residual_multiplier: of what attention and MLP add to the residual stream.
+      logits_divisor: logits are divided by it, before the cap.
+      names: of the checkpoint's tensors.
+      served_length: longest context in tokens that is served, which `dynamic` and `longrope` follow; None:
+        `max_position_embeddings`.
       bos_token_id, pad_token_id, eos_token_ids: special ids of the checkpoint.
     """
 
@@ -72,10 +109,25 @@ class ModelConfig:
     rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool = False
-    attention_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
     sliding_windows: tuple[int | None, ...] = ()
+    other_ropes: tuple[RopeConfig, ...] = ()
+    layer_ropes: tuple[int, ...] = ()
+    mlp_kinds: tuple[str, ...] = ()
+    norm_placement: str = "pre"
+    norm_offset: bool = False
+    qk_norm: str | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    final_logit_softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    names: Names = LLAMA_NAMES
+    served_length: int | None = None
     bos_token_id: int | None = None
     pad_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -101,7 +153,30 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even number")
-        if not self.sliding_windows:
-            object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
-        if len(self.sliding_windows) != self.num_layers:
-            raise ValueError(f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_layers} layers")
+        for name, value in (("sliding_windows", None), ("layer_ropes", 0), ("mlp_kinds", "dense")):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (value,) * self.num_layers)
+            if len(getattr(self, name)) != self.num_layers:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.num_layers} layers")
+        if not all(0 <= index < len(self.ropes) for index in self.layer_ropes):
+            raise ValueError(f"layer_ropes is {self.layer_ropes} and there are {len(self.ropes)} ropes")
+        choices = [("norm_placement", self.norm_placement, NORM_PLACEMENTS), ("qk_norm", self.qk_norm, QK_NORMS)]
+        choices += [("mlp_kinds", kind, MLP_KINDS) for kind in self.mlp_kinds]
+        for name, value, known in choices:
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; supported are {', '.join(map(str, known))}")
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Every rotary embedding of the model, `rope` first."""
+        return (self.rope, *self.other_ropes)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Of each layer."""
+        return tuple(map(LayerKind, self.sliding_windows, self.layer_ropes, self.mlp_kinds))
+
+    @property
+    def score_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

@@ -39,10 +39,15 @@ def rope_config_from_hf(hf: Mapping[str, Any], *, default_theta: float = 10000.0
       default_theta: base where none is given.
 
     Raises:
-      UnsupportedModelError: the rope type is unknown, or parameters it needs are missing.
+      UnsupportedModelError: the rope type is unknown, or parameters it needs are missing, or layers differ.
     """
     values: dict[str, Any] = dict(hf.get("rope_scaling") or {})
     values.update(hf.get("rope_parameters") or {})
+    by_layer = [name for name, value in values.items() if isinstance(value, Mapping)]
+    if by_layer:
+        raise UnsupportedModelError(
+            f"rope_parameters has an entry for {by_layer[0]}; this architecture has one rope for all layers"
+        )
     kind = values.get("rope_type", values.get("type")) or "default"
     kind = _ALIASES.get(kind, kind)
     if kind not in ROPE_KINDS:

@@ -10,15 +10,15 @@ cache in the carry, where a donated cache stays in place).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import Attend
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.decoder_layer import bind_layer
 from jaxserve.models.linear import matmul
 from jaxserve.models.norm import rms_norm
@@ -59,21 +59,24 @@ def forward(
     embed = params["embed"]
     dtype = params["final_norm"].dtype
     x = packed_columns(embed, token_ids, dtype) if is_packed(embed) else embed[token_ids]
-    rope = rope_tables(config.rope, config.head_dim, config.max_position_embeddings, positions)
+    if config.embedding_multiplier != 1.0:
+        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
+    longest = config.served_length or config.max_position_embeddings
+    ropes = [rope_tables(rope, config.head_dim, longest, positions) for rope in config.ropes]
     layers = params["layers"]
     if run_layers is not None:
-        return run_layers(layers, x, rope, cache)
+        return run_layers(layers, x, ropes[0], cache)
     if isinstance(layers, dict):
-        return _scan_layers(config, layers, x, rope, attend, cache)
+        return _scan_layers(config, layers, x, ropes, attend, cache)
 
     # Traced and lowered once per kind of layer and inlined by the compiler: tracing 30 layers one by one
     # takes longer than loading the compiled program from the persistent cache.
-    @partial(jax.jit, static_argnames="window")
-    def run(layer_params: Params, x: jax.Array, index: jax.Array, cache: Any, window: int | None) -> Any:
-        return bind_layer(config, layer_params)(x, rope, index, attend, cache, window)
+    @partial(jax.jit, static_argnames="kind")
+    def run(layer_params: Params, x: jax.Array, index: jax.Array, cache: Any, kind: LayerKind) -> Any:
+        return bind_layer(config, kind, layer_params)(x, ropes[kind.rope], index, attend, cache)
 
-    for index, layer_params in enumerate(layers):
-        x, cache = run(layer_params, x, jnp.int32(index), cache, window=config.sliding_windows[index])
+    for index, (layer_params, kind) in enumerate(zip(layers, config.layer_kinds, strict=True)):
+        x, cache = run(layer_params, x, jnp.int32(index), cache, kind=kind)
     return x, cache
 
 
@@ -86,18 +89,25 @@ def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array
     Returns:
       float32[N, V].
     """
-    x = rms_norm(hidden, params["final_norm"], config.rms_norm_eps)
+    x = rms_norm(hidden, params["final_norm"], config.rms_norm_eps, offset=config.norm_offset)
     if config.tie_word_embeddings:
-        return matmul(x, params["embed"], transposed=True, out_dtype=jnp.float32)
-    return matmul(x, params["lm_head"], out_dtype=jnp.float32)
+        logits = matmul(x, params["embed"], transposed=True, out_dtype=jnp.float32)
+    else:
+        logits = matmul(x, params["lm_head"], out_dtype=jnp.float32)
+    if config.logits_divisor != 1.0:
+        logits = logits / config.logits_divisor
+    if config.final_logit_softcap is not None:
+        logits = jnp.tanh(logits / config.final_logit_softcap) * config.final_logit_softcap
+    return logits
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-    """Random parameters: kernels normal with variance 1 / fan-in, norms one, biases zero."""
+    """Random parameters: kernels normal with variance 1 / fan-in, norms that change nothing, biases zero."""
 
     def leaf(weight: Weight) -> jax.Array:
         if len(weight.shape) == 1:
-            return (jnp.zeros if weight.path[-1] == "bias" else jnp.ones)(weight.shape, dtype)
+            zero = weight.path[-1] == "bias" or config.norm_offset
+            return (jnp.zeros if zero else jnp.ones)(weight.shape, dtype)
         nonlocal count
         count += 1
         scale = weight.shape[0] ** -0.5 if weight.transpose else weight.shape[1] ** -0.5
@@ -161,29 +171,66 @@ def pack_kernels(config: ModelConfig, params: Params) -> Params:
     return params
 
 
+class LayerRun(NamedTuple):
+    """Layers that are one body, repeated.
+
+    Attributes:
+      first: index of the first layer.
+      period: layers of the body.
+      repeats: of the body.
+    """
+
+    first: int
+    period: int
+    repeats: int
+
+
+def layer_runs(kinds: Sequence[LayerKind]) -> list[LayerRun]:
+    """Layers in order as few runs: from each layer on the run that reaches farthest, of those the shortest period.
+
+    So layers of one kind are one run, patterns of windows one with what is left over behind it, and layers of
+    another kind at the beginning a run of their own.
+    """
+    runs: list[LayerRun] = []
+    first = 0
+    while first < len(kinds):
+        best = LayerRun(first, 1, 1)
+        for period in range(1, (len(kinds) - first) // 2 + 1):
+            repeats, end = 1, first + period
+            while kinds[end : end + period] == kinds[first : first + period]:
+                repeats, end = repeats + 1, end + period
+            if repeats > 1 and end - first > best.period * best.repeats:
+                best = LayerRun(first, period, repeats)
+        runs.append(best)
+        first += best.period * best.repeats
+    return runs
+
+
 def _scan_layers(
-    config: ModelConfig, layers: Params, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+    config: ModelConfig,
+    layers: Params,
+    x: jax.Array,
+    ropes: list[tuple[jax.Array, jax.Array]],
+    attend: Attend,
+    cache: Any,
 ) -> tuple[jax.Array, Any]:
-    # The body holds one period of the window pattern: a window is static, the layer index is not.
-    period = _window_period(config)
-    groups = config.num_layers // period
-    layers = jax.tree.map(lambda leaf: leaf.reshape(groups, period, *leaf.shape[1:]), layers)
+    # A body holds one period of kinds: a kind is static, the layer index is not. Layers are taken from the whole
+    # arrays, as a scan over a part of them would copy it.
+    def run_one(x: jax.Array, cache: Any, index: Any, kind: LayerKind) -> tuple[jax.Array, Any]:
+        own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), layers)
+        return bind_layer(config, kind, own)(x, ropes[kind.rope], index, attend, cache)
 
-    def body(carry: tuple[jax.Array, Any], group: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Any], None]:
-        x, cache = carry
-        number, group_params = group
-        for offset in range(period):
-            layer = bind_layer(config, jax.tree.map(lambda leaf: leaf[offset], group_params))  # noqa: B023
-            x, cache = layer(x, rope, number * period + offset, attend, cache, config.sliding_windows[offset])
-        return (x, cache), None
+    for first, period, repeats in layer_runs(config.layer_kinds):
+        kinds = config.layer_kinds[first : first + period]
 
-    (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(groups, dtype=jnp.int32), layers))
+        def body(carry: tuple[jax.Array, Any], start: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
+            for offset, kind in enumerate(kinds):  # noqa: B023
+                carry = run_one(*carry, start + offset, kind)
+            return carry, None
+
+        if repeats == 1:
+            (x, cache), _ = body((x, cache), jnp.int32(first))
+        else:
+            starts = first + period * jnp.arange(repeats, dtype=jnp.int32)
+            (x, cache), _ = jax.lax.scan(body, (x, cache), starts)
     return x, cache
-
-
-def _window_period(config: ModelConfig) -> int:
-    windows = config.sliding_windows
-    for period in range(1, config.num_layers):
-        if config.num_layers % period == 0 and windows == windows[:period] * (config.num_layers // period):
-            return period
-    return config.num_layers

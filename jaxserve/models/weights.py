@@ -6,7 +6,8 @@ tree has the shape
     {"embed": [V, d], "layers": [layer 0, ...], "final_norm": [d], "lm_head": [d, V]}
 
 with `lm_head` absent when the embedding is tied. A layer is the nested dict of its flax module's
-parameters, e.g. `{"attention": {"q_proj": {"kernel": [d, H * D]}}}`.
+parameters, e.g. `{"attention": {"q_proj": {"kernel": [d, H * D]}}}`. Which there are, the parts of a layer say
+(`layer_parameters`); what a checkpoint calls them, `ModelConfig.names`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder_layer import layer_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Weight:
     Attributes:
       path: keys (and the layer's index) from the root of the tree.
       hf_name: tensor name in a Hugging Face checkpoint.
+      rows: of that tensor, if it holds other weights too; None: all.
       shape: as it is here, after `transpose`.
       transpose: the checkpoint stores `[out, in]`, the tree `[in, out]`.
       axes: logical axis of each dimension, see `jaxserve.models.sharding`.
@@ -35,17 +38,18 @@ class Weight:
     shape: tuple[int, ...]
     transpose: bool
     axes: tuple[str | None, ...]
+    rows: range | None = None
 
 
 def weights(config: ModelConfig) -> list[Weight]:
     """All parameters, in a fixed order: embedding, layers, final norm, output projection."""
-    vocab, hidden = config.vocab_size, config.hidden_size
-    table = [Weight(("embed",), "model.embed_tokens.weight", (vocab, hidden), False, ("vocab", "embed"))]
+    vocab, hidden, names = config.vocab_size, config.hidden_size, config.names
+    table = [Weight(("embed",), names.embed, (vocab, hidden), False, ("vocab", "embed"))]
     for index in range(config.num_layers):
         table += _layer(config, index)
-    table.append(Weight(("final_norm",), "model.norm.weight", (hidden,), False, ("embed",)))
+    table.append(Weight(("final_norm",), names.final_norm, (hidden,), False, ("embed",)))
     if not config.tie_word_embeddings:
-        table.append(Weight(("lm_head",), "lm_head.weight", (hidden, vocab), True, ("embed", "vocab")))
+        table.append(Weight(("lm_head",), names.lm_head, (hidden, vocab), True, ("embed", "vocab")))
     return table
 
 
@@ -53,7 +57,7 @@ def ignorable(config: ModelConfig, hf_name: str) -> bool:
     """Whether a checkpoint tensor that is not in the table may be left unread: buffers and tied copies."""
     if hf_name.endswith((".rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias")):
         return True
-    return hf_name == "lm_head.weight" and config.tie_word_embeddings
+    return hf_name == config.names.lm_head and config.tie_word_embeddings
 
 
 def make_params(config: ModelConfig, leaf: Callable[[Weight], Any]) -> dict[str, Any]:
@@ -68,36 +72,16 @@ def make_params(config: ModelConfig, leaf: Callable[[Weight], Any]) -> dict[str,
 
 
 def _layer(config: ModelConfig, index: int) -> list[Weight]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    prefix = f"model.layers.{index}"
-
-    def norm(name: str, hf_name: str) -> Weight:
-        return Weight(("layers", index, name, "scale"), f"{prefix}.{hf_name}.weight", (hidden,), False, ("embed",))
-
-    def linear(
-        module: tuple[str, str], hf_module: str, sizes: tuple[int, int], axes: tuple[str, str], bias: bool
-    ) -> list[Weight]:
-        path, name = ("layers", index, *module), f"{prefix}.{hf_module}.{module[1]}"
-        found = [Weight((*path, "kernel"), f"{name}.weight", sizes, True, axes)]
-        if bias:
-            found.append(Weight((*path, "bias"), f"{name}.bias", sizes[1:], False, axes[1:]))
-        return found
-
-    def attention(name: str, sizes: tuple[int, int], axes: tuple[str, str]) -> list[Weight]:
-        return linear(("attention", name), "self_attn", sizes, axes, config.attention_bias)
-
-    def mlp(name: str, sizes: tuple[int, int], axes: tuple[str, str]) -> list[Weight]:
-        return linear(("mlp", name), "mlp", sizes, axes, config.mlp_bias)
-
-    return [
-        norm("input_norm", "input_layernorm"),
-        *attention("q_proj", (hidden, queries), ("embed", "heads")),
-        *attention("k_proj", (hidden, keys), ("embed", "kv_heads")),
-        *attention("v_proj", (hidden, keys), ("embed", "kv_heads")),
-        *attention("o_proj", (queries, hidden), ("heads", "embed")),
-        norm("post_attention_norm", "post_attention_layernorm"),
-        *mlp("gate_proj", (hidden, inner), ("embed", "mlp")),
-        *mlp("up_proj", (hidden, inner), ("embed", "mlp")),
-        *mlp("down_proj", (inner, hidden), ("mlp", "embed")),
-    ]
+    names = config.names
+    parameters = layer_parameters(config, config.layer_kinds[index])
+    tensors = [names.tensor(index, parameter.path) for parameter in parameters]
+    found, ends = [], dict.fromkeys(tensors, 0)
+    for tensor, (path, shape, axes) in zip(tensors, parameters, strict=True):
+        first, ends[tensor] = ends[tensor], ends[tensor] + shape[-1]
+        rows = range(first, ends[tensor]) if tensors.count(tensor) > 1 else None
+        transpose = path[-1] == "kernel" and ".".join(path[:-1]) not in names.in_out
+        assert rows is None or transpose or len(shape) == 1, (
+            f"{tensor} is shared and [in, out]: it has no rows to share"
+        )
+        found.append(Weight(("layers", index, *path), tensor, shape, transpose, axes, rows))
+    return found

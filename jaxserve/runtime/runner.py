@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -117,6 +117,7 @@ class ModelRunner:
     def __init__(
         self, model_config: ModelConfig, params: Any, config: EngineConfig, max_model_len: int, mesh: Mesh
     ) -> None:
+        model_config = replace(model_config, served_length=max_model_len)
         self._model_config = model_config
         self._params = params
         self._config = config

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.models import Attend, ModelConfig, RunLayers, forward, unembed
+from jaxserve.models import Attend, AttentionOptions, ModelConfig, RunLayers, forward, unembed
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import SlotState
@@ -137,17 +137,21 @@ def _make_attend(
     heads = PartitionSpec(None, kv.spec[3])
 
     def attend(
-        layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPool, sliding_window: int | None
+        layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPool, options: AttentionOptions
     ) -> tuple[jax.Array, KVPool]:
         def local(
-            layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPool, tables: dict[str, Any]
+            layer: jax.Array,
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            cache: KVPool,
+            tables: dict[str, Any],
+            sinks: jax.Array | None,
         ) -> tuple[jax.Array, KVPool]:
             cache = _write(cache, layer, k, v, tables, rows, kv.implementation)
+            own = options._replace(sinks=sinks)
             over_pages = partial(
-                paged_attention,
-                scales=cache.scales,
-                sliding_window=sliding_window,
-                implementation=kv.implementation,
+                paged_attention, scales=cache.scales, implementation=kv.implementation, **own._asdict()
             )
             outputs = []
             if rows:
@@ -158,15 +162,15 @@ def _make_attend(
                 outputs.append(over_pages(q[rows:], cache.pages, layer, *chunks))
             return jnp.concatenate(outputs), cache
 
-        everywhere = PartitionSpec()
+        everywhere, by_head = PartitionSpec(), PartitionSpec(kv.spec[3])
         tables = fields | {"page_ids": page_ids, "offsets": offsets}
         return jax.shard_map(
             local,
             mesh=kv.mesh,
-            in_specs=(everywhere, heads, heads, heads, kv.spec, everywhere),
+            in_specs=(everywhere, heads, heads, heads, kv.spec, everywhere, by_head),
             out_specs=(heads, kv.spec),
             check_vma=False,
-        )(jnp.asarray(layer, jnp.int32), q, k, v, cache, tables)
+        )(jnp.asarray(layer, jnp.int32), q, k, v, cache, tables, options.sinks)
 
     return attend
 

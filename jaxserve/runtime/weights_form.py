@@ -94,6 +94,8 @@ def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) 
         return f"KV pages of {pool_dtype} are not supported, {' and '.join(native.NATIVE_DTYPES)} are"
     if model_config.hidden_act not in STACK_ACTIVATIONS:
         return f"activation {model_config.hidden_act} is not supported, {', '.join(STACK_ACTIVATIONS)} are"
+    if missing := _missing_in_stack(model_config):
+        return f"{missing} is not supported in one call"
     if config.quantization is not None:
         leaves = jax.tree.leaves(loaded["layers"], is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
         forms = {form_of(leaf) if isinstance(leaf, QuantisedMatrix) else None for leaf in leaves if len(leaf.shape) > 1}
@@ -114,6 +116,21 @@ def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) 
         ):
             return f"{weight.hf_name} is {list(weight.shape)}, which has no packed form"
     return None
+
+
+def _missing_in_stack(config: ModelConfig) -> str | None:
+    """The first thing that a model's layers have and `decoder_stack` lacks."""
+    has = {
+        f"norm_placement {config.norm_placement}": config.norm_placement != "pre",
+        "norm_offset": config.norm_offset,
+        f"qk_norm {config.qk_norm}": config.qk_norm is not None,
+        f"attention_scale {config.attention_scale}": config.score_scale != config.head_dim**-0.5,
+        "attention_softcap": config.attention_softcap is not None,
+        f"residual_multiplier {config.residual_multiplier}": config.residual_multiplier != 1.0,
+        "more than one rope": len(set(config.layer_ropes)) > 1 or config.layer_ropes[0] != 0,
+        "an MLP that is not dense": set(config.mlp_kinds) != {"dense"},
+    }
+    return next((name for name, present in has.items() if present), None)
 
 
 def arrange_weights(params: Any, form: str, model_config: ModelConfig, mesh: Mesh, *, consume: bool = False) -> Any:

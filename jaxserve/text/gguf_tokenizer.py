@@ -35,6 +35,7 @@ _PATTERNS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "dbrx": _LLAMA3,  # of OLMo 2 and Phi-4 too
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,

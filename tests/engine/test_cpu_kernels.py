@@ -83,6 +83,33 @@ def test_weights_are_packed_on_one_cpu_device(make_llm):
     assert not any(is_packed(leaf) for leaf in jax.tree.leaves(layers(**XLA)))
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"norm_placement": "sandwich"}, "norm_placement sandwich"),
+        ({"norm_offset": True}, "norm_offset"),
+        ({"qk_norm": "full"}, "qk_norm full"),
+        ({"attention_scale": 0.5}, "attention_scale 0.5"),
+        ({"attention_softcap": 50.0}, "attention_softcap"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
+        ({"other_ropes": (RopeConfig(theta=5.0),), "layer_ropes": (1,)}, "more than one rope"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_layers_that_one_call_lacks_are_run_one_by_one_and_the_log_says_why(caplog, changes, reason):
+    model = replace(MODEL, **changes)
+    with caplog.at_level("INFO"):
+        assert form(model=model) == "packed"
+    assert f"decoder layers are run one by one: {reason} is not supported in one call" in caplog.text
+    with pytest.raises(ValueError, match=f"decoder_implementation native_cpu: {reason} is not supported"):
+        form(model=model, decoder_implementation="native_cpu")
+
+
+def test_one_call_takes_what_is_outside_of_layers_and_a_scale_that_is_the_usual_one():
+    outside = {"embedding_multiplier": 6.0, "logits_divisor": 4.0, "final_logit_softcap": 30.0, "qkv_bias": True}
+    assert form(model=replace(MODEL, attention_scale=MODEL.head_dim**-0.5, **outside)) == "packed_stack"
+
+
 def test_form_of_weights_follows_device_and_settings(monkeypatch):
     assert form() == "packed_stack"
     assert form(devices=2) == "plain"

@@ -7,21 +7,24 @@ import pytest
 
 from jaxserve import LLM
 from tests.engine.conftest import assert_idle_clean, assert_same_tokens, greedy
+from tests.models.tiny_models import NAMES
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-TINY = ["llama_gqa_tied", "llama_head_dim", "llama3_rope", "llama_yarn", "mistral_sliding"]
 SMOLLM2 = json.loads((GOLDEN / "smollm2_golden.json").read_text())["cases"]
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize(("page_size", "chunk"), [(4, 7), (16, 64)])
-def test_tiny_models_match_their_golden_files(name, page_size, chunk):
-    """Greedy ids and prompt log-probabilities; the sliding window shorter and longer than chunk and page."""
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("attention", "page_size", "chunk"), [("reference", 4, 7), ("cpu", 16, 64), ("native_cpu", 4, 16)]
+)
+def test_tiny_models_match_their_golden_files(name, attention, page_size, chunk):
+    """Greedy ids and prompt log-probabilities; sliding windows shorter and longer than chunk and page."""
     golden = json.loads((GOLDEN / "tiny_models" / name / "golden.json").read_text())
     llm = LLM(
         str(GOLDEN / "tiny_models" / name),
         skip_tokenizer_init=True,
         dtype="float32",
+        attention_implementation=attention,
         max_model_len=128,
         max_num_seqs=2,
         max_num_batched_tokens=64,

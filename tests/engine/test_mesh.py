@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests.models.tiny_models import FOLDER, NAMES
+
 SCRIPT = """
 import json, sys
 from jaxserve import LLM, SamplingParams
@@ -30,6 +32,25 @@ drawn = [[o.outputs[0].token_ids for o in e.generate([[1, 2, 3], [9] * 7], param
          for e in (llm, loops)]
 assert loops.engine.stats.steps > 1.5 * loops.engine.stats.iterations and drawn[0] == drawn[1], drawn
 print(json.dumps([[o.outputs[0].token_ids for o in outputs], swapped, drawn[1]]))
+"""
+
+FAMILIES = """
+import json, sys
+from pathlib import Path
+from jaxserve import LLM, SamplingParams
+for name in sys.argv[3:]:
+    folder = Path(sys.argv[1]) / name
+    golden = json.loads((folder / "golden.json").read_text())
+    llm = LLM(str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=1,
+              max_num_batched_tokens=16, page_size=16, num_pages=9, prefill_buckets=(16,), decode_buckets=(1,),
+              table_width_buckets=(8,), compile_cache="", tensor_parallel_size=int(sys.argv[2]))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=0)
+    output = llm.generate([golden["prompt_ids"]], params, use_tqdm=False)[0]
+    assert output.outputs[0].token_ids == golden["greedy_ids"], name
+    wanted = zip(golden["prompt_ids"][1:], golden["logprobs_of_prompt"][1:], strict=True)
+    for entry, (token, want) in zip(output.prompt_logprobs[1:], wanted, strict=True):
+        assert abs(entry[token].logprob - want) < 2e-3, name
+print(json.dumps(len(sys.argv[3:])))
 """
 
 COPIES = """
@@ -73,6 +94,15 @@ def test_more_devices_give_the_ids_of_one(tiny_model_dir):
     assert one[1], "nothing was swapped: the mesh shows less than it could"
     assert run(SCRIPT, tiny_model_dir, 2) == one
     assert run(SCRIPT, tiny_model_dir, 4) == one
+
+
+def test_every_family_answers_alike_on_two_devices():
+    names = [name for name in NAMES if not name.startswith("llama")]
+    assert run(FAMILIES, FOLDER, 2, *names) == len(names)
+
+
+def test_norms_over_all_heads_and_shared_tensors_are_right_where_kv_heads_are_replicated():
+    assert run(FAMILIES, FOLDER, 4, "olmo2_postnorm", "phi3_fused") == 2
 
 
 @pytest.mark.parametrize("devices", [2, 4])

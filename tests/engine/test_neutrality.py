@@ -20,7 +20,7 @@ def dense(tiny_model_dir):
     config = loaded.config
     size = 128
 
-    def attend(layer, q, k, v, cache, sliding_window):
+    def attend(layer, q, k, v, cache, options):
         group = config.num_heads // config.num_kv_heads
         scores = jnp.einsum("thd,shd->hts", q, jnp.repeat(k, group, axis=1), precision="highest")
         mask = jnp.tril(jnp.ones((size, size), bool))

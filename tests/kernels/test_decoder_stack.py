@@ -34,7 +34,7 @@ MODEL = ModelConfig(
 )
 MODELS = {
     "plain": MODEL,
-    "biases": replace(MODEL, attention_bias=True, mlp_bias=True, hidden_act="gelu"),
+    "biases": replace(MODEL, qkv_bias=True, o_bias=True, mlp_bias=True, hidden_act="gelu"),
     "windows": replace(MODEL, sliding_windows=(None, 7), hidden_act="gelu_pytorch_tanh"),
     "partial rotation": replace(MODEL, rope=RopeConfig(partial_rotary_factor=0.5), hidden_act="relu"),
     "wide heads": replace(MODEL, head_dim=48, num_heads=6, num_kv_heads=2),
@@ -102,9 +102,9 @@ def inputs(config, dtype, pool_dtype, decode=DECODE, chunks=CHUNKS, tokens=TOKEN
 def one_by_one(config, params, ids, positions, pool, tables):
     rows = tables.decode_position.shape[0]
 
-    def attend(layer, q, k, v, cache, window):
+    def attend(layer, q, k, v, cache, options):
         cache = write_kv(cache, layer, k, v, tables.page_ids, tables.offsets, implementation="xla")
-        over = partial(paged_attention, sliding_window=window, implementation="reference")
+        over = partial(paged_attention, implementation="reference", **options._asdict())
         decode = over(q[:rows], cache, layer, tables.decode_pages, tables.decode_position + 1)
         chunks = (tables.prefill_pages, tables.prefill_context, tables.prefill_starts)
         return jnp.concatenate([decode, over(q[rows:], cache, layer, *chunks)]), cache

@@ -12,6 +12,7 @@ from jaxserve.core import CheckpointError
 from jaxserve.loading import load_model, resolve_model, save_orbax
 from jaxserve.models import stack_layers
 from jaxserve.text import load_tokenizer
+from tests.models.tiny_models import FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,14 @@ def test_a_saved_model_comes_back_whole(saved, original, tiny_model_dir):
     assert load_tokenizer(resolved).encode_chat([{"role": "user", "content": "x"}]) == load_tokenizer(
         resolve_model(str(tiny_model_dir))
     ).encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("name", ["phi3_fused", "gemma3_dual_rope"])
+def test_families_come_back_whole(tmp_path, name):
+    original = load_model(resolve_model(str(FOLDER / name)), "float32")
+    hf_config = json.loads((FOLDER / name / "config.json").read_text())
+    loaded = load_model(resolve_model(str(save_orbax(tmp_path / "saved", hf_config, original.params))), "float32")
+    assert loaded.config == original.config and same(loaded.params, original.params)
 
 
 def test_restoring_converts_to_the_asked_dtype(saved, original):

@@ -69,9 +69,9 @@ def test_prefill_and_decode_over_pages_give_the_golden_continuation(model, form)
         starts = None if ids.shape[0] == 1 else jnp.asarray([0, ids.shape[0]], jnp.int32)
         context = positions[-1:] + 1
 
-        def attend(layer, q, k, v, pool, sliding_window):
+        def attend(layer, q, k, v, pool, options):
             pool = write_kv(pool, layer, k, v, pages, positions % PAGE_SIZE)
-            return paged_attention(q, pool, layer, table, context, starts, sliding_window=sliding_window), pool
+            return paged_attention(q, pool, layer, table, context, starts, **options._asdict()), pool
 
         hidden, pool = forward(config, params, ids, positions, attend, pool)
         return unembed(config, params, hidden[-1:])[0].argmax(), pool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jaxserve.core import UnsupportedModelError
@@ -60,6 +62,21 @@ def test_missing_size_is_named():
 def test_inconsistent_heads_are_refused():
     with pytest.raises(UnsupportedModelError, match="query heads must be a multiple of KV heads"):
         llama(num_key_value_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_placement": "middle"}, "norm_placement is 'middle'; supported are pre, post, sandwich"),
+        ({"qk_norm": "token"}, "qk_norm is 'token'; supported are None, head, full"),
+        ({"mlp_kinds": ("dense", "sparse")}, "mlp_kinds is 'sparse'; supported are dense"),
+        ({"layer_ropes": (0, 1)}, r"layer_ropes is \(0, 1\) and there are 1 ropes"),
+        ({"sliding_windows": (None,)}, "sliding_windows has 1 entries for 2 layers"),
+    ],
+)
+def test_a_family_that_sets_a_field_wrongly_is_told(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(llama(), **changes)
 
 
 def test_unknown_activation_is_refused():

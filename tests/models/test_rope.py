@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxserve.core import UnsupportedModelError
+from jaxserve.models import RopeConfig, forward
 from jaxserve.models.rope import apply_rope, inverse_frequencies, rope_config_from_hf, rope_tables
+from tests.models.tiny_models import dense_attend, load
 
 DIM = 16
 
@@ -119,6 +122,21 @@ def test_longrope_takes_long_factors_when_the_context_exceeds_the_original():
     np.testing.assert_allclose(inverse_frequencies(config, DIM, 1024), plain(1e4) / long, rtol=1e-12)
     np.testing.assert_allclose(inverse_frequencies(config, DIM, 256), plain(1e4) / short, rtol=1e-12)
     assert config.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(256)))
+
+
+def test_longrope_follows_the_length_that_is_served():
+    rope = RopeConfig("longrope", original_max_position=64, short_factors=(1.0,) * 8, long_factors=(4.0,) * 8)
+    config, params, golden = load("llama_gqa_tied")
+    config = replace(config, rope=rope, max_position_embeddings=512)
+    ids = jnp.asarray(golden["prompt_ids"], jnp.int32)
+
+    def last(config):
+        return forward(config, params, ids, jnp.arange(ids.size), dense_attend, None)[0][-1]
+
+    plain = last(replace(config, rope=RopeConfig()))
+    np.testing.assert_array_equal(last(replace(config, served_length=64)), plain)
+    assert not np.allclose(last(replace(config, served_length=65)), plain, atol=1e-2)
+    np.testing.assert_array_equal(last(replace(config, served_length=65)), last(config))
 
 
 def test_frequency_factors_divide_one_by_one():

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from safetensors import safe_open
 
 from jaxserve.models import abstract_params, forward, ignorable, init_params, param_shardings, stack_layers, weights
+from jaxserve.models.transformer import LayerRun, layer_runs
 from tests.models.tiny_models import FOLDER, NAMES, dense_attend, load
 
 
@@ -37,19 +38,67 @@ def test_initialised_tree_has_the_abstract_trees_shapes():
     assert shapes == abstract_params(config, jnp.bfloat16)
 
 
-def test_layers_of_different_windows_scan_as_they_unroll():
+@pytest.mark.parametrize("windows", [(4, None, 4, None), (4, 4, None, 4, 4, None, 4), (None, 4, 4, 4, 4)])
+def test_layers_of_different_windows_scan_as_they_unroll(windows):
     config, params, golden = load("mistral_sliding")
-    layers = [*params["layers"], params["layers"][0]]
-    config = replace(config, num_layers=4, sliding_windows=(4, None, 4, None))
+    layers = [params["layers"][index % 3] for index in range(len(windows))]
+    config = replace(config, num_layers=len(windows), sliding_windows=windows, layer_ropes=(), mlp_kinds=())
     params = {**params, "layers": layers}
     ids = jnp.asarray(golden["prompt_ids"], jnp.int32)
     positions = jnp.arange(ids.size)
     unrolled, _ = forward(config, params, ids, positions, dense_attend, None)
     scanned, _ = forward(config, stack_layers(params), ids, positions, dense_attend, None)
     np.testing.assert_allclose(scanned, unrolled, atol=1e-5)
-    other = replace(config, sliding_windows=(None, 4, None, 4))
+    other = replace(config, sliding_windows=tuple(4 if window is None else None for window in windows))
     swapped, _ = forward(other, params, ids, positions, dense_attend, None)
     assert not np.allclose(swapped, unrolled, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "runs"),
+    [
+        ("aaaa", [(0, 1, 4)]),
+        ("abab", [(0, 2, 2)]),
+        ("aaaaab" * 4 + "aa", [(0, 6, 4), (24, 1, 2)]),
+        ("abbbb", [(0, 1, 1), (1, 1, 4)]),
+        ("aba", [(0, 1, 1), (1, 1, 1), (2, 1, 1)]),
+        ("a", [(0, 1, 1)]),
+    ],
+)
+def test_layers_are_cut_into_runs_of_a_period(kinds, runs):
+    assert layer_runs(tuple(kinds)) == [LayerRun(*run) for run in runs]
+
+
+def test_only_kinds_are_traced_and_not_layers():
+    config, params, _ = load("gemma3_dual_rope")
+    calls = []
+
+    def attend(layer, q, k, v, cache, options):
+        calls.append(options.sliding_window)
+        return q, cache
+
+    ids = jnp.zeros(3, jnp.int32)
+    jax.eval_shape(lambda: forward(config, params, ids, ids, attend, None))
+    assert sorted(calls, key=str) == [8, None]
+    calls.clear()
+    jax.eval_shape(lambda: forward(config, stack_layers(params), ids, ids, attend, None))
+    assert calls == [8, 8, None]
+
+
+def test_tables_name_matrices_that_are_stored_in_out():
+    config, _, _ = load("llama_gqa_tied")
+    names = replace(config.names.with_modules({"mlp.down_proj": "mlp.out"}), in_out=("mlp.down_proj",))
+    table = {weight.path[1:]: weight for weight in weights(replace(config, names=names))}
+    down, up = table[0, "mlp", "down_proj", "kernel"], table[0, "mlp", "up_proj", "kernel"]
+    assert (down.hf_name, down.transpose, down.shape) == ("model.layers.0.mlp.out.weight", False, (96, 64))
+    assert up.transpose
+
+
+def test_modules_with_one_name_share_its_rows():
+    config, _, _ = load("phi3_fused")
+    rows = {weight.path[-2]: weight.rows for weight in weights(config) if weight.path[:2] == ("layers", 2)}
+    assert (rows["q_proj"], rows["k_proj"], rows["v_proj"]) == (range(64), range(64, 96), range(96, 128))
+    assert (rows["gate_proj"], rows["up_proj"], rows["o_proj"]) == (range(96), range(96, 192), None)
 
 
 def shardings(devices, **changes):

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxserve.models import make_params, model_config_from_hf
 
 FOLDER = Path(__file__).parent.parent / "golden" / "tiny_models"
-NAMES = ("llama_gqa_tied", "llama_head_dim", "llama3_rope", "llama_yarn", "mistral_sliding")
+NAMES = (
+    "llama_gqa_tied",
+    "llama_head_dim",
+    "llama3_rope",
+    "llama_yarn",
+    "mistral_sliding",
+    "qwen2_bias",
+    "qwen3_qknorm",
+    "gemma2_softcap",
+    "gemma3_dual_rope",
+    "phi3_fused",
+    "olmo2_postnorm",
+    "granite_multipliers",
+)
+"""Every model that is served; a folder of `FOLDER` each."""
 
 
 def load(name):
@@ -23,6 +38,8 @@ def load(name):
 
     def leaf(weight):
         tensor = tensors[weight.hf_name]
+        if weight.rows is not None:
+            tensor = tensor[weight.rows.start : weight.rows.stop]
         tensor = jnp.asarray(tensor.T if weight.transpose else tensor)
         assert tensor.shape == weight.shape, weight
         return tensor
@@ -30,14 +47,27 @@ def load(name):
     return config, make_params(config, leaf), json.loads((folder / "golden.json").read_text())
 
 
-def dense_attend(layer, q, k, v, cache, sliding_window):
+def changed(target, name, *, tensors=None, **fields):
+    """A copy of a tiny model at `target`: `tensors(by name)` instead of its own, `fields` of config.json changed."""
+    shutil.copytree(FOLDER / name, target)
+    config = json.loads((target / "config.json").read_text()) | fields
+    (target / "config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        save_file(tensors(load_file(target / "model.safetensors")), target / "model.safetensors")
+    return target
+
+
+def dense_attend(layer, q, k, v, cache, options):
     """Attention among the tokens of one sequence, no cache."""
-    tokens, heads, dim = q.shape
+    assert options.sinks is None
+    tokens, heads, _ = q.shape
     k, v = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
-    scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * dim**-0.5
+    scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * options.scale
+    if options.logit_softcap is not None:
+        scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
     distance = jnp.arange(tokens)[:, None] - jnp.arange(tokens)
     seen = distance >= 0
-    if sliding_window is not None:
-        seen &= distance < sliding_window
+    if options.sliding_window is not None:
+        seen &= distance < options.sliding_window
     probs = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("hqk,khd->qhd", probs, v, precision="highest"), cache

@@ -61,7 +61,7 @@ def hf_config(config: ModelConfig) -> dict[str, Any]:
         "rope_theta": config.rope.theta,
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "attention_bias": config.attention_bias,
+        "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
         "hidden_act": config.hidden_act,
         "bos_token_id": config.bos_token_id,

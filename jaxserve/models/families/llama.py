@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.families.hf_config import decoder_config
+from jaxserve.models.families.hf_config import decoder_config, flag
 
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"
@@ -14,9 +14,5 @@ MODEL_TYPE = "llama"
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Every layer sees the whole context; linear layers may carry biases."""
-    return decoder_config(
-        hf,
-        ARCHITECTURE,
-        attention_bias=bool(hf.get("attention_bias", False)),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
-    )
+    bias = flag(hf, "attention_bias")
+    return decoder_config(hf, ARCHITECTURE, qkv_bias=bias, o_bias=bias, mlp_bias=flag(hf, "mlp_bias"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.families.hf_config import decoder_config
+from jaxserve.models.families.hf_config import decoder_config, windows_of
 
 ARCHITECTURE = "MistralForCausalLM"
 MODEL_TYPE = "mistral"
@@ -22,5 +22,5 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         ARCHITECTURE,
         num_kv_heads=int(hf.get("num_key_value_heads") or _DEFAULT_KV_HEADS),
-        sliding_windows=(None if window is None else int(window),) * int(hf.get("num_hidden_layers") or 1),
+        sliding_windows=windows_of(hf, None if window is None else int(window), lambda layer: True),
     )

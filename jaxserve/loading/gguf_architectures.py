@@ -1,0 +1,151 @@
+"""GGUF architectures: what each is in Hugging Face's terms, after llama.cpp's converter and graph builders.
+
+An entry says how tensors are named and stored, and which fields of a config.json the family has beside those that all
+share. What llama.cpp has in its code and not in the file (which layers have a window, how scores are scaled) is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.core import CheckpointError
+from jaxserve.loading.gguf_fields import GgufFields
+
+ExtraFields = Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]]
+"""Further fields of the config, from the metadata and the fields that all families share."""
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA_LAYERS = 6
+"""Layers of Gemma 3 of which the last sees all."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufArchitecture:
+    """What an architecture name in a GGUF file means.
+
+    Attributes:
+      hf_architecture, model_type: as in config.json.
+      permuted: query and key rows are interleaved for llama.cpp's pairwise rope.
+      norms_hold_one: norm weights are stored as 1 + w.
+      names: Hugging Face modules of a layer by GGUF's names, where they are not Llama's.
+      extra: see `ExtraFields`.
+    """
+
+    hf_architecture: str
+    model_type: str
+    permuted: bool = False
+    norms_hold_one: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    extra: ExtraFields = lambda fields, config: {}
+
+    def module(self, gguf_name: str) -> str | None:
+        """The Hugging Face module of a layer's tensor; None: it has none."""
+        return self.names.get(gguf_name) or _LAYER_NAMES.get(gguf_name)
+
+
+def _llama(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["sliding_window"] is None:
+        return {}
+    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+
+
+def _gemma2(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_gemma(config, layers_of_27b=46),
+        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+        "sliding_window": config["sliding_window"] or 4096,
+        "layer_types": _layer_types(fields, config, 2),
+    }
+
+
+def _gemma3(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    own = {**config["rope_parameters"], "rope_theta": fields.number("rope.freq_base", 1_000_000.0)}
+    local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10_000.0)}
+    period = _GEMMA_LAYERS if config["sliding_window"] else 1
+    return {
+        **_gemma(config, layers_of_27b=62),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 0.0) or None,
+        "rope_parameters": {"full_attention": own, "sliding_attention": local},
+        "layer_types": _layer_types(fields, config, period),
+    }
+
+
+def _gemma(config: Mapping[str, Any], layers_of_27b: int) -> dict[str, Any]:
+    # The file does not tell the scale of the scores; llama.cpp knows the largest model by its layers.
+    per_head = config["hidden_size"] // config["num_attention_heads"]
+    largest = config["num_hidden_layers"] == layers_of_27b
+    return {"query_pre_attn_scalar": per_head if largest else config["head_dim"]}
+
+
+def _layer_types(fields: GgufFields, config: Mapping[str, Any], period: int) -> list[str]:
+    """Which layers have the window: the file's pattern, or all but the last of every `period`."""
+    count = config["num_hidden_layers"]
+    pattern = fields.raw("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if len(pattern) != count:
+            raise CheckpointError(
+                f"{fields.gguf.path}: attention.sliding_window_pattern has {len(pattern)} entries for {count} layers"
+            )
+        slides = [bool(each) for each in pattern]
+    else:
+        period = pattern or period
+        slides = [(layer + 1) % period != 0 for layer in range(count)]
+    return ["sliding_attention" if each else "full_attention" for each in slides]
+
+
+def _granite(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    # The converter leaves out what is 0; llama.cpp then scales scores by 1 / sqrt(head_dim).
+    return {
+        "attention_multiplier": fields.number("attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": fields.number("embedding_scale", 1.0),
+        "residual_multiplier": fields.number("residual_scale", 1.0),
+        "logits_scaling": fields.number("logit_scale", 1.0),
+    }
+
+
+def _olmo2(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    # A window is OLMo 3's, which has this name too.
+    return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"} if config["sliding_window"] else {}
+
+
+ARCHITECTURES = {
+    "llama": GgufArchitecture("LlamaForCausalLM", "llama", permuted=True, extra=_llama),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
+    "gemma2": GgufArchitecture(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        norms_hold_one=True,
+        names={**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
+        extra=_gemma2,
+    ),
+    "gemma3": GgufArchitecture(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        norms_hold_one=True,
+        names={**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
+        extra=_gemma3,
+    ),
+    "phi3": GgufArchitecture(
+        "Phi3ForCausalLM", "phi3", names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+    ),
+    "olmo2": GgufArchitecture("Olmo2ForCausalLM", "olmo2", names=_POST_NORMS, extra=_olmo2),
+    "granite": GgufArchitecture("GraniteForCausalLM", "granite", permuted=True, extra=_granite),
+}
+"""By `general.architecture`."""

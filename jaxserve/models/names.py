@@ -1,0 +1,60 @@
+"""Names of a checkpoint's tensors, as a table from the modules of a parameter tree to the modules of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+_MODULES = {
+    "input_norm": "input_layernorm",
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
+    "attention.o_proj": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
+_SUFFIXES = {"kernel": ".weight", "scale": ".weight", "bias": ".bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A family's table; the defaults are Llama's.
+
+    Attributes:
+      embed, final_norm, lm_head: tensors outside of the layers.
+      layer: what names of layer `{}` begin with.
+      modules: pairs of a module within a layer (dots between its keys) and its name there. Modules with one name
+        share a tensor: each has rows of it, in the order in which the parts of the model list them.
+      in_out: modules whose matrices the checkpoint stores `[in, out]`.
+    """
+
+    embed: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    lm_head: str = "lm_head.weight"
+    layer: str = "model.layers.{}."
+    modules: tuple[tuple[str, str], ...] = tuple(_MODULES.items())
+    in_out: tuple[str, ...] = ()
+
+    def with_modules(self, changes: Mapping[str, str]) -> Names:
+        """The table with some modules named otherwise, or more of them."""
+        return replace(self, modules=tuple({**dict(self.modules), **changes}.items()))
+
+    def tensor(self, layer: int, path: tuple[str, ...]) -> str:
+        """The tensor of a parameter.
+
+        Args:
+          path: within the layer, e.g. `("attention", "q_proj", "kernel")`.
+
+        Raises:
+          KeyError: the table does not name its module.
+        """
+        *module, leaf = path
+        return self.layer.format(layer) + dict(self.modules)[".".join(module)] + _SUFFIXES[leaf]
+
+
+LLAMA_NAMES = Names()

@@ -1,0 +1,32 @@
+"""Parameter: what a part of a layer says of each array it holds; parts list them beside their modules."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Parameter(NamedTuple):
+    """One array of a layer.
+
+    Attributes:
+      path: keys within the layer, e.g. `("mlp", "up_proj", "kernel")`.
+      shape: matrices are [in, out].
+      axes: logical axis of each dimension, see `jaxserve.models.sharding`.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+def linear_parameters(
+    path: tuple[str, ...], sizes: tuple[int, int], axes: tuple[str, str], bias: bool
+) -> list[Parameter]:
+    """Those of a `Linear` at `path`; `sizes` and `axes` are of (in, out)."""
+    found = [Parameter((*path, "kernel"), sizes, axes)]
+    return [*found, Parameter((*path, "bias"), sizes[1:], axes[1:])] if bias else found
+
+
+def norm_parameter(path: tuple[str, ...], size: int, axis: str | None = "embed") -> Parameter:
+    """That of an `RMSNorm` at `path`."""
+    return Parameter((*path, "scale"), (size,), (axis,))

@@ -1,0 +1,127 @@
+"""Tiny models as llama.cpp's converter would write them, with names from the gguf package's own map."""
+
+import json
+import math
+
+import gguf
+import numpy as np
+from gguf import GGUFWriter
+from safetensors.numpy import load_file
+
+from tests.loading.gguf_files import permute
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+}
+"""By `model_type`."""
+
+_PERMUTED = ("llama", "mistral", "granite")
+_NORMS_HOLD_ONE = ("gemma2", "gemma3_text")
+
+
+def write_family(path, folder, *, quant=None, edit=None):
+    """Writes the model of a Hugging Face folder as one GGUF file.
+
+    Args:
+      quant: of matrices; float32 when None.
+      edit: called with the writer, to add metadata.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    kind, arch = config["model_type"], ARCHITECTURES[config["model_type"]]
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    _write_metadata(writer, config)
+    if edit is not None:
+        edit(writer)
+    heads = {".q_proj.": config["num_attention_heads"], ".k_proj.": config["num_key_value_heads"]}
+    for name, value in load_file(folder / "model.safetensors").items():
+        if kind in _PERMUTED:
+            value = next((permute(value, count) for part, count in heads.items() if part in name), value)
+        if kind in _NORMS_HOLD_ONE and name.endswith("norm.weight"):
+            value = value + 1
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        value = np.ascontiguousarray(value)
+        if quant is None or value.ndim == 1:
+            writer.add_tensor(own, value)
+        else:
+            writer.add_tensor(own, gguf.quantize(value, quant), raw_dtype=quant)
+    for name, values in _rope_tensors(config).items():
+        writer.add_tensor(name, np.asarray(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_metadata(writer, config):
+    kind, rope = config["model_type"], config["rope_parameters"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if head_dim := config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if kind != "gemma2":  # its converter writes no base
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if kind in ("mistral", "gemma2", "gemma3_text", "phi3"):
+        writer.add_sliding_window(config["sliding_window"] or 0)
+    if kind == "phi3":
+        share = rope.get("partial_rotary_factor", 1.0)
+        writer.add_rope_dimension_count(int(share * config["hidden_size"]) // config["num_attention_heads"])
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if kind == "gemma3_text":
+        writer.add_sliding_window_pattern(config["sliding_window_pattern"])
+    if kind == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "longrope":
+        original = config["original_max_position_embeddings"]
+        growth = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(growth) / math.log(original)))
+
+
+def _rope_tensors(config):
+    rope = config["rope_parameters"]
+    if rope.get("rope_type") == "longrope":
+        return {
+            "rope_factors_long.weight": rope["long_factor"],
+            "rope_factors_short.weight": rope["short_factor"],
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    factors = []
+    for index in range(0, config["head_dim"], 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / config["head_dim"])
+        turns = rope["original_max_position_embeddings"] / wavelength
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        if turns > high:
+            factors.append(1.0)
+        elif turns < low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (turns - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": factors}
