@@ -1,6 +1,7 @@
 """The engine with weights kept quantised, beside one whose weights are the same numbers."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from pallas_kernels.matmul import QuantisedForm, QuantisedMatrix, quantise
 from tests.engine.conftest import greedy, ids, random_prompts
 from tests.engine.test_cpu_kernels import BY_LAYER, MODEL, form
 from tests.loading.gguf_files import write_gguf
+from tests.models.tiny_models import FOLDER
 
 SIZES = dict(vocab=288)
 """The embedding is quantised too."""
@@ -163,3 +165,23 @@ def test_layers_are_one_call_where_all_matrices_have_one_form(model, changed, re
 def test_names():
     with pytest.raises(ValueError, match="quantization is 'awq'; it must be one of gguf, int8, int4"):
         EngineConfig(model="m", quantization="awq")
+
+
+@pytest.mark.parametrize("name", ["gemma3_dual_rope", "phi3_fused"])
+def test_families_answer_nearly_as_their_golden_files_from_8_bits(name):
+    """Layer by layer, and all in one call with matrices that share a tensor."""
+    golden = json.loads((FOLDER / name / "golden.json").read_text())
+    llm = LLM(
+        str(FOLDER / name), dtype="float32", quantization="int8", compile_cache="", skip_tokenizer_init=True,
+        max_model_len=64, max_num_batched_tokens=64, decode_buckets=(8,), prefill_buckets=(64,),
+        table_width_buckets=(4,), num_pages=40,
+    )  # fmt: skip
+    layers = llm.engine.runner._params["layers"]
+    assert is_stack(layers) == (name == "phi3_fused")
+    leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
+    assert any(isinstance(leaf, QuantisedMatrix) for leaf in leaves)
+    prompt = golden["prompt_ids"]
+    output = llm.generate([prompt], greedy(1, prompt_logprobs=0), use_tqdm=False)[0]
+    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    difference = np.abs(np.asarray(found) - golden["logprobs_of_prompt"][1:])
+    assert 1e-4 < difference.max() < 0.15

@@ -37,6 +37,14 @@ def test_logits_are_the_golden_ones(model, form):
     np.testing.assert_allclose(logits[20], golden["logits_position_20"], rtol=0, atol=1e-3)
 
 
+def test_logits_in_bfloat16_are_near_the_golden_ones(model):
+    config, params, golden = model
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    logits = dense_logits(config, params, jnp.asarray(golden["prompt_ids"], jnp.int32))
+    spread = np.std(golden["logits_last"])
+    assert np.abs(logits[-1] - np.asarray(golden["logits_last"])).max() < 0.15 * spread
+
+
 def test_prompt_logprobs_are_the_golden_ones(model):
     config, params, golden = model
     ids = jnp.asarray(golden["prompt_ids"], jnp.int32)
