@@ -8,7 +8,7 @@ from absl.flags import BooleanParser
 
 from jaxserve.config.engine_config import DTYPES, QUANTIZATIONS, EngineConfig
 from jaxserve.config.flag import Flag, flags_for
-from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, TextParser
+from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, RepeatedParser, TextParser
 from jaxserve.config.policy_config import POLICIES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -60,6 +60,15 @@ BENCH_FLAGS: tuple[Flag, ...] = (
         ("iterations", _COUNT, 500, "scheduler: iterations of each figure; the median is reported"),
         ("simulated_requests", _COUNT, 10_000, "simulation: requests of its workload"),
         ("context", _COUNT, 200, "machine: tokens of context per row of the decode step"),
+        (
+            "settings",
+            RepeatedParser(),
+            None,
+            "quality: flags of jaxserve.server, as '--dtype=bfloat16 --quantization=int8'; given several times, the"
+            " first is what the others are compared with",
+        ),
+        ("text", _TEXT, None, "quality: a text file; default: configs/texts/alice.txt"),
+        ("window", IntParser(low=2), 1024, "quality: tokens that are read in one go; the first half are not scored"),
         ("output", _TEXT, None, "write the figures to this file, as JSON"),
         ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged"),
     ),

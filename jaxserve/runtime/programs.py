@@ -23,7 +23,7 @@ from jaxserve.models import partition_spec
 from jaxserve.runtime.decode_loop import make_decode_loop
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout, gather_pages, scatter_pages
 from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row
-from jaxserve.runtime.steps import Forwarded, make_step, sample_step
+from jaxserve.runtime.steps import Forwarded, make_prompt_logits, make_step, sample_step
 from jaxserve.tables import Bucket, TableLayout, num_programs
 from jaxserve.tables.layout import LIMIT_COLUMNS, SAMPLE_INTS, SAMPLING_FLOATS
 
@@ -151,6 +151,14 @@ class ProgramTable:
         out_shardings = (self._kv.sharding, state_sharding, self._replicated)
         jitted = jax.jit(loop, donate_argnums=(1, 2), out_shardings=out_shardings)
         return self._compile(jitted, self._params, self._kv.abstract(num_pages), self._state, *blobs)
+
+    def compile_prompt_logits(self, bucket: Bucket, num_pages: int) -> Any:
+        """Compiles `make_prompt_logits` of a bucket of prompt tokens alone; for measurements."""
+        layout = TableLayout(bucket)
+        ints = self._on_mesh(jax.ShapeDtypeStruct((layout.int_size,), jnp.int32))
+        out_shardings = (self._kv.sharding, self._logits_sharding)
+        jitted = jax.jit(make_prompt_logits(self._kv, layout), donate_argnums=1, out_shardings=out_shardings)
+        return self._compile(jitted, self._params, self._kv.abstract(num_pages), self._state.last_token, ints)
 
     def _compile(self, jitted: Any, *arguments: Any) -> Any:
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):

@@ -9,7 +9,7 @@ in which they were started. Pool and slot state never leave the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -160,6 +160,11 @@ class ModelRunner:
         self.newest: jax.Array | None = None
 
     @property
+    def params(self) -> Any:
+        """The weights as the programs take them."""
+        return self._params
+
+    @property
     def page_bytes(self) -> int:
         """Of a page in all layers, K and V and scales, on all devices together."""
         return self._kv.page_bytes
@@ -203,6 +208,32 @@ class ModelRunner:
             return jax.numpy.full_like(x, value) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating) else x
 
         self._pool = jax.jit(lambda pool: jax.tree.map(fill, pool), donate_argnums=0)(self._pool)
+
+    def prompt_logits(self, token_ids: Sequence[int]) -> Iterator[np.ndarray]:
+        """Logits of every position of a prompt, computed chunk by chunk as a prefill is: float32[tokens, V] each.
+
+        For measurements, while nothing is live: it compiles, and overwrites pages.
+
+        Raises:
+          ValueError: the prompt has more tokens than a request may.
+        """
+        config = self.scheduler_config
+        if len(token_ids) > config.max_model_len:
+            raise ValueError(f"{len(token_ids)} tokens; max_model_len is {config.max_model_len}")
+        bucket = Bucket(0, min(config.prefill_chunk, config.max_num_batched_tokens), 1, config.pages_per_seq)
+        program = self._programs.compile_prompt_logits(bucket, config.num_pages)
+        layout = self._builder.layout(bucket)
+        for start in range(0, len(token_ids), bucket.prefill_tokens):
+            chunk = token_ids[start : start + bucket.prefill_tokens]
+            ints = self._builder.empty(bucket).ints
+            fields = layout.unpack_rows(ints)
+            fields["prefill_tokens"][: len(chunk)] = chunk
+            fields["prefill_position"][: len(chunk)] = range(start, start + len(chunk))
+            fields["prefill_starts"][1:] = len(chunk)
+            fields["prefill_context"][0] = start + len(chunk)
+            fields["prefill_pages"][0] = range(1, config.pages_per_seq + 1)
+            self._pool, logits = program(self._params, self._pool, self._state.last_token, ints)
+            yield np.asarray(logits)[: len(chunk)]
 
     def prepare(
         self,

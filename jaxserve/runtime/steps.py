@@ -86,6 +86,21 @@ def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
     return step
 
 
+def make_prompt_logits(kv: PoolLayout, layout: TableLayout) -> Any:
+    """The function that computes the logits of every prompt token of a bucket.
+
+    Returns:
+      `run(params, pool, last_token, ints) -> (pool, float32[T, V])`, to be jitted with `pool` donated.
+    """
+
+    def run(params: Any, pool: KVPool, last_token: jax.Array, ints: jax.Array) -> tuple[KVPool, jax.Array]:
+        fields = layout.unpack_ints(ints)
+        hidden, pool = hidden_states(kv, layout.bucket, params, pool, last_token, fields)
+        return pool, unembed(kv.config, params, hidden[layout.bucket.decode_rows :])
+
+    return run
+
+
 def hidden_states(
     kv: PoolLayout, bucket: Bucket, params: Any, pool: KVPool, last_token: jax.Array, fields: dict[str, Any]
 ) -> tuple[jax.Array, KVPool]:
