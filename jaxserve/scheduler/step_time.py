@@ -10,6 +10,12 @@ class StepTimeModel:
 
     Old measurements fade (Ljung, "System Identification", ch. 11, with a forgetting factor), so the model
     follows growing contexts. Coefficients below zero count as zero.
+
+    Args:
+      fits: whether anything is asked but `fastest_s`; fitting takes time in every iteration.
+
+    Attributes:
+      fastest_s: of all iterations; 0.0 before the first.
     """
 
     FORGETTING = 0.98
@@ -17,7 +23,8 @@ class StepTimeModel:
     _INITIAL_VARIANCE = 1e4
     _SWAP_GAIN = 0.25
 
-    def __init__(self) -> None:
+    def __init__(self, *, fits: bool = True) -> None:
+        self._fits = fits
         self._weights = [0.0, 0.0, 0.0]
         self._covariance = [[self._INITIAL_VARIANCE * (i == j) for j in range(3)] for i in range(3)]
         self._num_steps = 0
@@ -34,6 +41,12 @@ class StepTimeModel:
         if num_swapped:
             self._observe_swap(num_swapped, seconds - self.predict(num_decode, num_prefill))
             return
+        self.fastest_s = seconds if self._num_steps == 0 else min(self.fastest_s, seconds)
+        self._num_steps += 1
+        if self._fits:
+            self._fit(num_decode, num_prefill, seconds)
+
+    def _fit(self, num_decode: float, num_prefill: int, seconds: float) -> None:
         x = (1.0, float(num_decode), float(num_prefill))
         p = self._covariance
         px = [sum(map(mul, row, x)) for row in p]
@@ -51,8 +64,6 @@ class StepTimeModel:
             scale = self._INITIAL_VARIANCE / largest
             for row in p:
                 row[:] = [value * scale for value in row]
-        self._num_steps += 1
-        self.fastest_s = seconds if self._num_steps == 1 else min(self.fastest_s, seconds)
 
     def predict(self, num_decode: float, num_prefill: int) -> float:
         """Seconds of an iteration; 0.0 before the first was measured."""
