@@ -222,11 +222,11 @@ class Iterations:
         It was hidden if what the device had been given before is still not done: that is the least that was
         hidden, as a lap counts whole or not at all.
         """
-        began, given = self._lap_began, self._busy_with
-        self._begin_lap()
-        self.stats.host_s += self._lap_began - began
+        given, now = self._busy_with, time.perf_counter()
+        seconds, self._lap_began, self._busy_with = now - self._lap_began, now, self._runner.newest
+        self.stats.host_s += seconds
         if given is not None and not given.is_ready():
-            self.stats.hidden_s += self._lap_began - began
+            self.stats.hidden_s += seconds
 
     # What a plan means for requests and metrics
 

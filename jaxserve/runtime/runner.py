@@ -45,7 +45,7 @@ class RowScores:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PreparedStep:
     """A packed plan: its tables, and the dense rows of requests that took a slot and edit logits."""
 

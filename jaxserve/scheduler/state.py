@@ -32,7 +32,7 @@ from jaxserve.scheduler.waiting_queue import WaitingQueue
 from jaxserve.scheduler.waits_for import WaitsFor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """A plan not yet updated, and the sequences of its rows: an id may be reused meanwhile, these not.
 

@@ -43,7 +43,7 @@ def _as_int32(word: int) -> int:
     return word - 2**32 if word >= 2**31 else word
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StepTables:
     """One iteration's inputs.
 
