@@ -156,8 +156,8 @@ class ModelRunner:
         self._state: Any = None
         # What a step without masks is given, by number of rows: nobody reads it.
         self._no_masks: dict[int, jax.Array] = {}
-        # The float32 blobs last sent, likewise: most steps have the last one's.
-        self._floats: dict[int, tuple[np.ndarray, jax.Array]] = {}
+        # The last step's float32 blob, likewise, and on the device once a second step had it: most have the last one's.
+        self._floats: dict[int, tuple[np.ndarray, jax.Array | None]] = {}
         self.newest: jax.Array | None = None
 
     @property
@@ -257,11 +257,8 @@ class ModelRunner:
         _, sampler = self._programs.get(handle.bucket)
         rows = handle.bucket.sample_rows
         put = self._no_masks[rows] if masks is None else self._programs.put(masks)
-        sent = self._floats.get(rows)
-        if sent is None or sent[0] is not floats:
-            sent = self._floats[rows] = floats, self._programs.put(floats)
         sampled, edits = split_state(self._state)
-        sampled, tokens, scores = sampler(sampled, edits, logits, sample_ints, sent[1], put)
+        sampled, tokens, scores = sampler(sampled, edits, logits, sample_ints, self._sent(rows, floats), put)
         self._state = join_state(sampled, edits)
         tokens.copy_to_host_async()
         handle.outputs, handle.forwarded = StepOutputs(tokens, scores, prompt_scores), None
@@ -281,6 +278,17 @@ class ModelRunner:
             prefill_tokens=tuple(tokens[rows : rows + len(handle.plan.prefill)]),
         )
         return StepOutput(result, handle.bucket, handle.outputs)
+
+    def _sent(self, rows: int, floats: np.ndarray) -> np.ndarray | jax.Array:
+        """A step's float32 blob as its sampler is given it: what differs from the last one's is sent by the call."""
+        last, on_device = self._floats.get(rows, (None, None))
+        if last is not floats:
+            self._floats[rows] = floats, None
+            return floats
+        if on_device is None:
+            on_device = self._programs.put(floats)
+            self._floats[rows] = floats, on_device
+        return on_device
 
     def _start(self, plan: StepPlan, bucket: Bucket, ints: np.ndarray, floats: np.ndarray) -> StepHandle:
         step, _ = self._programs.get(bucket)
