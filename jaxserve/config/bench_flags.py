@@ -22,20 +22,35 @@ BENCH_FLAGS: tuple[Flag, ...] = (
     *flags_for(
         "bench",
         "Measurement",
-        ("model", _TEXT, _DEFAULTS["model"], "demo name, directory, .gguf, Orbax directory or hub id"),
-        ("dtypes", ListParser(ChoiceParser(DTYPES)), DTYPES, "dtypes to measure; compare_modes: one, bfloat16"),
+        (
+            "model",
+            _TEXT,
+            _DEFAULTS["model"],
+            "demo name, directory, .gguf, Orbax directory or hub id; host_work: or tiny",
+        ),
+        (
+            "dtypes",
+            ListParser(ChoiceParser(DTYPES)),
+            DTYPES,
+            "dtypes to measure; compare_modes: one, bfloat16; host_work: bfloat16",
+        ),
         (
             "quantizations",
             ListParser(ChoiceParser(("none", *QUANTIZATIONS))),
             ("none",),
             "offline: forms of the weights to measure in turns, see the server's quantization",
         ),
-        ("slots", _COUNTS, (1, 8, 32), "slot counts to measure; compare_modes: one, 8; machine, buckets: 8,32"),
+        (
+            "slots",
+            _COUNTS,
+            (1, 8, 32),
+            "slot counts to measure; compare_modes: one, 8; machine, buckets, host_work: 8,32",
+        ),
         ("prompt_tokens", _COUNT, 32, "tokens of each prompt"),
         ("output_tokens", IntParser(low=2), 64, "tokens of each output"),
         ("requests_per_slot", _COUNT, 3, "requests of a run, in slots; decode_steps: 1, so that none waits"),
         ("runs", _COUNT, 3, "runs of each figure; the median is reported; compare_modes: 5"),
-        ("overlap", _BOOL, _DEFAULTS["overlap"], "offline, decode_steps: as the server's flag"),
+        ("overlap", _BOOL, _DEFAULTS["overlap"], "offline, decode_steps, host_work: as the server's flag"),
         (
             "max_decode_steps",
             _COUNTS,
@@ -100,7 +115,8 @@ BENCH_FLAGS: tuple[Flag, ...] = (
             "workload",
             _TEXT,
             None,
-            "w1, w2, w3 (serve), or a file as simulate --workload reads; default: drawn requests; buckets: w1",
+            "w1, w2, w3 (serve), or a file as simulate --workload reads; default: drawn requests, or w1 (buckets,"
+            " host_work)",
         ),
         ("num_requests", _COUNT, None, "requests of a run; default: the workload's, or 64"),
         (

@@ -6,7 +6,6 @@ Everything here is called under the engine's lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
 
 from jaxserve.core import FinishReason, Request
 from jaxserve.engine.grammar_state import GrammarStates
@@ -53,19 +52,46 @@ class Delivery:
 
     def take_early_ends(self, now: float) -> None:
         """Delivers the ends that the scheduler decided outside an update."""
-        self._take_each(self._scheduler.take_events(), None, now)
+        if events := self._scheduler.take_events():
+            self._take_each(events, None, now)
 
     def take_step(self, events: TokenEvents, output: StepOutput, now: float) -> None:
         """Delivers what an update brought; decode rows by column, as most have a token and nothing else."""
         self._metrics.sampled(events.num_tokens)
-        ends, later = events.ends, events.later or repeat(())
-        for request_id, token_id, row, others in zip(
-            events.request_ids, events.token_ids, events.rows, later, strict=False
-        ):
-            self._take(request_id, token_id, "decode", row, ends.get(row), output, now, others)
+        if events.later:
+            ends = events.ends
+            rows = zip(events.request_ids, events.token_ids, events.rows, events.later, strict=True)
+            for request_id, token_id, row, others in rows:
+                self._take(request_id, token_id, "decode", row, ends.get(row), output, now, others)
+        else:
+            self._take_rows(events, output, now)
         self._take_each(events.prefill, output, now)
         # Stop strings found just now ended their requests: nothing is left to say about those.
         self._scheduler.take_events()
+
+    def _take_rows(self, events: TokenEvents, output: StepOutput, now: float) -> None:
+        """`_take` of each decode row, with a token each; what most rows need is done here, without calls between."""
+        states, ends = self.states, events.ends
+        earlier, num_earlier = now, 0  # of the rows just taken, the instant of the token before, which most rows share
+        for request_id, token_id, row in zip(events.request_ids, events.token_ids, events.rows, strict=True):
+            state = states.get(request_id)
+            if state is None:
+                continue
+            since = state.last_token_at
+            if since is None or not state.plain or row in ends:
+                self._take(request_id, token_id, "decode", row, ends.get(row), output, now)
+                continue
+            if since is not earlier:
+                if num_earlier:
+                    self._metrics.gaps(now - earlier, num_earlier)
+                earlier, num_earlier = since, 0
+            num_earlier += 1
+            try:
+                state.take_plain(token_id, now)
+            except Exception as error:
+                self._end(state, None, state.fail(error, now), now)
+        if num_earlier:
+            self._metrics.gaps(now - earlier, num_earlier)
 
     def _take_each(self, events: Sequence[TokenEvent], output: StepOutput | None, now: float) -> None:
         for event in events:
@@ -88,7 +114,12 @@ class Delivery:
         if state is None:
             return
         if token_id is not None:
-            self._metrics.token(state, now, len(later))
+            if state.last_token_at is None:
+                self._metrics.first_token(state, now)
+            else:
+                self._metrics.gaps(now - state.last_token_at)
+            if later:
+                self._metrics.gaps(0.0, len(later))
         try:
             stopped = state.take(token_id, source, row, end, output, now, later)
         except Exception as error:

@@ -113,6 +113,7 @@ class Engine:
         )
         self.scheduler = Scheduler(self.runner.scheduler_config, trace=self._trace)
         self.metrics = EngineMetrics(self.model_name)
+        self.metrics.show_load(lambda: self.load)
         self.monitor = EngineMonitor(self.scheduler, self.model_name)
         self.draw_seed: Callable[[], int] = partial(
             (secrets.SystemRandom() if config.seed is None else random.Random(config.seed)).getrandbits, 64
@@ -133,7 +134,7 @@ class Engine:
             cached=config.enable_prefix_caching,
             lock=self._lock,
             clock=self._clock,
-            on_change=self._observe_load,
+            on_step=self._count_compiles,
         )
         self.ready = False
 
@@ -259,7 +260,6 @@ class Engine:
                 raise RejectedError(rejection)
             for request, index, sink in arrivals:
                 self._delivery.open(request, index, sink, now)
-            self._observe_load()
 
     def abort(self, request_id: str, reason: str = FinishReason.ABORT) -> bool:
         """Ends a request at any stage; False when it is not live. Its last delta is delivered."""
@@ -269,7 +269,6 @@ class Engine:
             now = self._clock()
             self.scheduler.abort(request_id, now, reason)
             self._delivery.take_early_ends(now)
-            self._observe_load()
             return True
 
     def abort_all(self, reason: str = FinishReason.ABORT) -> None:
@@ -302,6 +301,5 @@ class Engine:
             self.scheduler.flush_trace()
             self._trace.close()
 
-    def _observe_load(self) -> None:
-        self.metrics.load(self.load)
+    def _count_compiles(self) -> None:
         self.metrics.set_compiles(COMPILES.count)

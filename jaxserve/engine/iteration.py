@@ -48,8 +48,8 @@ from jaxserve.scheduler import Scheduler, StepPlan
 class _Flight:
     """A dispatched step.
 
-    `bound` are its rows that sample under a mask, `scored` the requests of its chunks, which may have ended, and
-    their ids been taken by others, when it comes back.
+    `bound` are its rows that sample under a mask, `scored` the requests of its chunks, where one wants its prompt
+    scored. They may have ended, and their ids been taken by others, when it comes back.
     """
 
     plan: StepPlan
@@ -67,7 +67,7 @@ class Iterations:
       cached: whether prompts are looked up in the prefix cache.
       lock: of the engine; held while host state changes, never while the device works.
       clock: the engine's.
-      on_change: told, under the lock, that queue, slots or pages may have changed.
+      on_step: told, under the lock, that a step was taken in.
 
     Attributes:
       stats: sums over the steps taken in.
@@ -85,7 +85,7 @@ class Iterations:
         cached: bool,
         lock: threading.RLock,
         clock: Callable[[], float],
-        on_change: Callable[[], None],
+        on_step: Callable[[], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -96,7 +96,7 @@ class Iterations:
         self._cached = cached
         self._lock = lock
         self._clock = clock
-        self._on_change = on_change
+        self._on_step = on_step
         self._max_ahead = scheduler.config.max_steps_ahead
         assert self._max_ahead <= 1, f"max_steps_ahead is {self._max_ahead}; the engine runs at most 1 step ahead"
         self._flights: deque[_Flight] = deque()
@@ -149,14 +149,13 @@ class Iterations:
             plan = self._scheduler.schedule(now)
             self._delivery.take_early_ends(now)
             if plan.empty:
-                self._on_change()
                 return None
             self._mark_scheduled(plan, now)
             if plan.preempted or plan.swaps:
                 self._count_preemptions(plan)
             prepared = self._runner.prepare(plan, self._request_of, self._outputs_of)
             bound = self._grammars.rows(plan, prepared.tables.bucket)
-            scored = [self._delivery.states.get(chunk.request_id) for chunk in plan.prefill]
+            scored = self._scored(plan) if plan.prefill else []
         self._end_lap()
         flight = _Flight(plan, now, self._runner.dispatch(prepared), bound, scored)
         self._flights.append(flight)
@@ -190,18 +189,19 @@ class Iterations:
         self._end_lap()
 
     def _deliver(self, flight: _Flight, output: StepOutput) -> None:
-        plan, bucket = flight.plan, flight.handle.bucket
+        plan, bucket, result = flight.plan, flight.handle.bucket, output.result
+        name = bucket.name
         with self._lock:
             now = self._clock()
-            self._take_prompt_scores(flight, output)
-            events = self._scheduler.update(plan, output.result, now, bucket=bucket.name)
+            if flight.scored:
+                self._take_prompt_scores(flight, output)
+            events = self._scheduler.update(plan, result, now, bucket=name)
             self._delivery.take_step(events, output, now)
-            result = output.result
             self.stats.count(plan, result, bucket, events.num_tokens, events.num_wasted)
-            num_tokens = plan.num_tokens - len(plan.decode) + result.num_decode_tokens
+            num_tokens = plan.num_prefill_tokens + result.num_decode_tokens
             self._metrics.iteration(num_tokens, events.num_wasted, result.num_steps if plan.decode else 0)
-            self._monitor.iteration(plan, bucket.name, flight.planned_at, now, tuple(map(len, result.decode_runs)))
-            self._on_change()
+            self._monitor.iteration(plan, name, flight.planned_at, now, tuple(map(len, result.decode_runs)))
+            self._on_step()
 
     def _collect(self, flight: _Flight) -> StepOutput:
         began = time.perf_counter()
@@ -222,11 +222,11 @@ class Iterations:
         It was hidden if what the device had been given before is still not done: that is the least that was
         hidden, as a lap counts whole or not at all.
         """
-        began, given = self._lap_began, self._busy_with
-        self._begin_lap()
-        self.stats.host_s += self._lap_began - began
+        given, now = self._busy_with, time.perf_counter()
+        seconds, self._lap_began, self._busy_with = now - self._lap_began, now, self._runner.newest
+        self.stats.host_s += seconds
         if given is not None and not given.is_ready():
-            self.stats.hidden_s += self._lap_began - began
+            self.stats.hidden_s += seconds
 
     # What a plan means for requests and metrics
 
@@ -252,6 +252,10 @@ class Iterations:
         counters, page_bytes = self._scheduler.counters, self._runner.page_bytes
         swapped = {name: pages * page_bytes for name, pages in counters.swapped_pages_of.items()}
         self._metrics.preempted(len(plan.preempted), counters.recomputed_tokens_of, swapped)
+
+    def _scored(self, plan: StepPlan) -> list[RequestState | None]:
+        found = [self._delivery.states.get(chunk.request_id) for chunk in plan.prefill]
+        return found if any(state is not None and state.wants_prompt_scores for state in found) else []
 
     def _take_prompt_scores(self, flight: _Flight, output: StepOutput) -> None:
         first = 0

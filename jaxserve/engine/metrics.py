@@ -1,13 +1,14 @@
 """Prometheus metrics, under vLLM's names with the prefix `jaxserve:`.
 
-One registry per engine. Gauges are set from the scheduler's counts after every change, so they fall to
-0 with the last request whether or not traffic goes on.
+One registry per engine. Gauges are read from the scheduler's counts when they are asked for, so that they cost an
+iteration nothing. What an iteration's tokens have in common is observed once for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -21,8 +22,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(NamedTuple):
     """How busy an engine is.
 
     Attributes:
@@ -34,6 +34,15 @@ class EngineLoad:
     running: int
     waiting: int
     kv_usage: float
+
+
+class _Histogram(Histogram):
+    """A child of a histogram that takes equal values together, and finds their bucket at once."""
+
+    def observe_each(self, amount: float, count: int = 1) -> None:
+        """As `count` calls of `observe`."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
 
 
 class EngineMetrics:
@@ -95,24 +104,25 @@ class EngineMetrics:
         )
         self._startup_peak = self._by_stage("startup_peak_memory_bytes", "Most memory of the process by a stage's end.")
         self._counted: dict[tuple[Counter, str], int] = {}  # of the counters by service class
+        self._success_of: dict[str, Counter] = {}
         for reason in FinishReason:
             if reason is FinishReason.DISPLACED:  # counted as refused
                 continue
-            self._success.labels(**self._labels, finished_reason=reason.value)
+            self._success_of[reason.value] = self._success.labels(**self._labels, finished_reason=reason.value)
         for counter in (self._recomputed, self._swapped):
             counter.labels(**self._labels, service_class="")  # there from the start, so that a rate sees the first one
         for reason in REJECTION_REASONS:
             self._rejected.labels(**self._labels, reason=reason)
 
-    def load(self, load: EngineLoad) -> None:
-        """Sets the gauges."""
-        self._running.set(load.running)
-        self._waiting.set(load.waiting)
-        self._kv_usage.set(load.kv_usage)
+    def show_load(self, read: Callable[[], EngineLoad]) -> None:
+        """What the gauges show from now on; `read` is called by whoever asks for them, on any thread."""
+        self._running.set_function(lambda: read().running)
+        self._waiting.set_function(lambda: read().waiting)
+        self._kv_usage.set_function(lambda: read().kv_usage)
 
     def queue_time(self, seconds: float) -> None:
         """A request was scheduled for the first time."""
-        self._queue.observe(max(seconds, 0.0))
+        self._queue.observe_each(max(seconds, 0.0))
 
     def looked_up(self, num_tokens: int, num_cached: int) -> None:
         """A prompt of `num_tokens` was looked up in the prefix cache."""
@@ -123,23 +133,22 @@ class EngineMetrics:
         """A step sampled so many tokens for live requests."""
         self._generation_tokens.inc(count)
 
-    def token(self, state: RequestState, now: float, num_later: int = 0) -> None:
-        """A token is about to be delivered to `state`, and so many that come with it; `sampled` counts them."""
-        if state.last_token_at is None:
-            self._ttft.observe(max(now - state.metrics.arrived_at, 0.0))
-            self._prompt_tokens.inc(state.request.num_prompt_tokens)
-        else:
-            self._itl.observe(max(now - state.last_token_at, 0.0))
-        for _ in range(num_later):
-            self._itl.observe(0.0)
+    def first_token(self, state: RequestState, now: float) -> None:
+        """The first token of `state` is about to be delivered; `sampled` counts it."""
+        self._ttft.observe_each(max(now - state.metrics.arrived_at, 0.0))
+        self._prompt_tokens.inc(state.request.num_prompt_tokens)
+
+    def gaps(self, seconds: float, count: int = 1) -> None:
+        """So many tokens came so long after their requests' last ones; `sampled` counts them."""
+        self._itl.observe_each(max(seconds, 0.0), count)
 
     def finished(self, state: RequestState, reason: str) -> None:
         """A request ended, for whatever reason."""
-        self._success.labels(**self._labels, finished_reason=str(reason)).inc()
-        self._prompt_length.observe(state.request.num_prompt_tokens)
-        self._output_length.observe(state.num_output_tokens)
+        self._success_of[str(reason)].inc()
+        self._prompt_length.observe_each(state.request.num_prompt_tokens)
+        self._output_length.observe_each(state.num_output_tokens)
         if state.metrics.finished_at is not None:
-            self._e2e.observe(max(state.metrics.finished_at - state.metrics.arrived_at, 0.0))
+            self._e2e.observe_each(max(state.metrics.finished_at - state.metrics.arrived_at, 0.0))
 
     def rejected(self, reason: str, count: int = 1) -> None:
         """Requests were refused at submit; choices count singly, as they do when they end."""
@@ -161,15 +170,17 @@ class EngineMetrics:
 
     def iteration(self, tokens: int, wasted_rows: int, decode_steps: int) -> None:
         """An iteration ran, with so many rows of requests that had ended; `decode_steps` is 0 without decode rows."""
-        self._iteration.observe(tokens)
+        self._iteration.observe_each(tokens)
         if decode_steps:
-            self._decode_steps.observe(decode_steps)
-        self._wasted.inc(wasted_rows)
+            self._decode_steps.observe_each(decode_steps)
+        if wasted_rows:
+            self._wasted.inc(wasted_rows)
 
     def set_compiles(self, count: int) -> None:
         """Compilations of the process so far."""
-        self._compiles.inc(count - self._counted_compiles)
-        self._counted_compiles = count
+        if count != self._counted_compiles:
+            self._compiles.inc(count - self._counted_compiles)
+            self._counted_compiles = count
 
     def set_startup(self, figures: StartupFigures) -> None:
         """What the start took."""
@@ -186,7 +197,7 @@ class EngineMetrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"jaxserve:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"jaxserve:{name}", text, list(self._labels), buckets=buckets, registry=self.registry).labels(
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> _Histogram:
+        return _Histogram(f"jaxserve:{name}", text, list(self._labels), buckets=buckets, registry=self.registry).labels(
             **self._labels
         )

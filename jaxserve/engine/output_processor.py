@@ -68,7 +68,15 @@ class RequestState:
       sink: receives each delta.
       now: arrival, engine clock.
       grammar: its place in the grammar that binds it.
+
+    Attributes:
+      plain: a token after the first that does not end the request adds its text and nothing else.
     """
+
+    __slots__ = (
+        *("request", "index", "metrics", "last_token_at", "num_output_tokens", "num_cached_tokens", "plain"),
+        *("_grammar", "_sink", "_tokenizer", "_detokenizer", "_stops", "_prompt_logprobs"),
+    )
 
     def __init__(
         self,
@@ -100,9 +108,15 @@ class RequestState:
             else None
         )
         self._stops = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self.plain = grammar is None and params.logprobs is None and not params.stop
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             [None] if params.prompt_logprobs is not None and index == 0 else None
         )
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """Whether scores of prompt tokens are still to be delivered."""
+        return self._prompt_logprobs is not None
 
     def take_prompt_scores(self, chunk: PrefillChunk, first: int, output: StepOutput) -> None:
         """Keeps the scores of a chunk whose tokens begin at flat prefill position `first`."""
@@ -119,6 +133,13 @@ class RequestState:
         targets = self.request.prompt_token_ids[chunk.start + skip + 1 :]
         scores = output.prompt_scores(first + skip, count)
         self._prompt_logprobs += [self._entry(t, s, k) for t, s in zip(targets, scores, strict=False)]
+
+    def take_plain(self, token_id: int, now: float) -> None:
+        """`take` of a token after the first of a `plain` request, which goes on."""
+        self.num_output_tokens += 1
+        self.last_token_at = now
+        detokenizer = self._detokenizer
+        self._sink(OutputDelta(self.index, "" if detokenizer is None else detokenizer.add(token_id), [token_id]))
 
     def take(
         self,

@@ -48,14 +48,14 @@ class EngineStats:
           num_sampled: tokens for live requests.
           num_wasted: rows of requests that had ended.
         """
-        num_prefill, num_decode = plan.num_tokens - len(plan.decode), result.num_decode_tokens
+        num_prefill, num_decode, num_steps = plan.num_prefill_tokens, result.num_decode_tokens, result.num_steps
         self.iterations += 1
-        self.steps += result.num_steps
+        self.steps += num_steps
         self.slot_steps += num_decode + len(plan.prefill) - num_wasted
         self.wasted_rows += num_wasted
         self.tokens += num_prefill + num_decode
         self.prefill_tokens += num_prefill
-        self.padded_tokens += bucket.decode_rows * result.num_steps + bucket.prefill_tokens
+        self.padded_tokens += bucket.decode_rows * num_steps + bucket.prefill_tokens
         self.output_tokens += num_sampled
 
     def slot_utilisation(self, slots: int) -> float:

@@ -29,8 +29,7 @@ class CompileCounter:
     @property
     def count(self) -> int:
         """Compilations so far."""
-        with self._lock:
-            return self._count
+        return self._count
 
 
 COMPILES = CompileCounter()

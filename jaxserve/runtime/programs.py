@@ -22,7 +22,7 @@ from jaxserve.core import JaxserveError, MissingBucketError
 from jaxserve.models import partition_spec
 from jaxserve.runtime.decode_loop import make_decode_loop
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout, gather_pages, scatter_pages
-from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row
+from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row, split_state
 from jaxserve.runtime.steps import Forwarded, make_prompt_logits, make_step, sample_step
 from jaxserve.tables import Bucket, TableLayout, num_programs
 from jaxserve.tables.layout import LIMIT_COLUMNS, SAMPLE_INTS, SAMPLING_FLOATS
@@ -132,7 +132,8 @@ class ProgramTable:
         step = make_step(self._kv, layout)
         pool = self._kv.abstract(num_pages)
         ints = self._on_mesh(jax.ShapeDtypeStruct((layout.int_size,), jnp.int32))
-        forwarded = Forwarded(self._logits_sharding, self._replicated, self._replicated)
+        scores = self._replicated if bucket.prefill_tokens else None
+        forwarded = Forwarded(self._logits_sharding, self._replicated, scores)
         jitted = jax.jit(step, donate_argnums=1, out_shardings=(self._kv.sharding, forwarded))
         return self._compile(jitted, self._params, pool, self._state.last_token, ints)
 
@@ -169,7 +170,7 @@ class ProgramTable:
 
     def compile_sampler(self, rows: int) -> Any:
         """Compiles the sampler of `rows` sample rows."""
-        state, vocab_size = self._state, self._kv.config.vocab_size
+        (sampled, edits), vocab_size = split_state(self._state), self._kv.config.vocab_size
         logits = jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32, sharding=self._logits_sharding)
         others = self._on_mesh(
             (
@@ -181,9 +182,9 @@ class ProgramTable:
         jitted = jax.jit(
             sample_step,
             donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda _: self._replicated, state), self._replicated, self._replicated),
+            out_shardings=(jax.tree.map(lambda _: self._replicated, sampled), self._replicated, self._replicated),
         )
-        return jitted.lower(state, logits, *others).compile()
+        return jitted.lower(sampled, edits, logits, *others).compile()
 
     def workspace_bytes(self, bucket: Bucket, num_pages: int, max_steps_ahead: int = 0) -> int:
         """Temporary and output bytes of a bucket's step, or of its sampler or decode loop if one of them needs more.

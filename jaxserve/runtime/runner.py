@@ -24,7 +24,7 @@ from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
 from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, make_plan, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
-from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, slot_row
+from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, join_state, slot_row, split_state
 from jaxserve.runtime.steps import Forwarded, StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.tables import Bucket, BucketTable, StepTables, TableBuilder
@@ -45,7 +45,7 @@ class RowScores:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PreparedStep:
     """A packed plan: its tables, and the dense rows of requests that took a slot and edit logits."""
 
@@ -157,6 +157,8 @@ class ModelRunner:
         self._state: Any = None
         # What a step without masks is given, by number of rows: nobody reads it.
         self._no_masks: dict[int, jax.Array] = {}
+        # The last step's float32 blob, likewise, and on the device once a second step had it: most have the last one's.
+        self._floats: dict[int, tuple[np.ndarray, jax.Array | None]] = {}
         self.newest: jax.Array | None = None
 
     @property
@@ -285,8 +287,11 @@ class ModelRunner:
         assert handle.forwarded is not None, f"plan {handle.plan.iteration} is sampled twice"
         (logits, sample_ints, prompt_scores), floats = handle.forwarded
         _, sampler = self._programs.get(handle.bucket)
-        put = self._no_masks[handle.bucket.sample_rows] if masks is None else self._programs.put(masks)
-        self._state, tokens, scores = sampler(self._state, logits, sample_ints, floats, put)
+        rows = handle.bucket.sample_rows
+        put = self._no_masks[rows] if masks is None else self._programs.put(masks)
+        sampled, edits = split_state(self._state)
+        sampled, tokens, scores = sampler(sampled, edits, logits, sample_ints, self._sent(rows, floats), put)
+        self._state = join_state(sampled, edits)
         tokens.copy_to_host_async()
         handle.outputs, handle.forwarded = StepOutputs(tokens, scores, prompt_scores), None
         self.newest = tokens
@@ -305,6 +310,17 @@ class ModelRunner:
             prefill_tokens=tuple(tokens[rows : rows + len(handle.plan.prefill)]),
         )
         return StepOutput(result, handle.bucket, handle.outputs)
+
+    def _sent(self, rows: int, floats: np.ndarray) -> np.ndarray | jax.Array:
+        """A step's float32 blob as its sampler is given it: what differs from the last one's is sent by the call."""
+        last, on_device = self._floats.get(rows, (None, None))
+        if last is not floats:
+            self._floats[rows] = floats, None
+            return floats
+        if on_device is None:
+            on_device = self._programs.put(floats)
+            self._floats[rows] = floats, on_device
+        return on_device
 
     def _start(self, plan: StepPlan, bucket: Bucket, ints: np.ndarray, floats: np.ndarray) -> StepHandle:
         step, _ = self._programs.get(bucket)

@@ -41,6 +41,34 @@ class SlotState(NamedTuple):
     output_counts: jax.Array
 
 
+class SampledState(NamedTuple):
+    """What a step changes of `SlotState`."""
+
+    last_token: jax.Array
+    output_counts: jax.Array
+
+
+class EditState(NamedTuple):
+    """What a step reads of `SlotState` and leaves as it is."""
+
+    bias: jax.Array
+    stop_mask: jax.Array
+    prompt_mask: jax.Array
+
+
+def split_state(state: SlotState) -> tuple[SampledState, EditState]:
+    """The two parts."""
+    return (
+        SampledState(state.last_token, state.output_counts),
+        EditState(state.bias, state.stop_mask, state.prompt_mask),
+    )
+
+
+def join_state(sampled: SampledState, edits: EditState) -> SlotState:
+    """The whole of two parts."""
+    return SlotState(sampled.last_token, *edits, sampled.output_counts)
+
+
 class SlotRow(NamedTuple):
     """One slot's values, as `SlotState` without the slot dimension."""
 

@@ -24,7 +24,7 @@ from jaxserve.core import MAX_LOGPROBS
 from jaxserve.models import Attend, AttentionOptions, ModelConfig, RunLayers, forward, unembed
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
-from jaxserve.runtime.slot_state import SlotState
+from jaxserve.runtime.slot_state import EditState, SampledState, SlotState, join_state, split_state
 from jaxserve.runtime.weights_form import STACK_ACTIVATIONS
 from jaxserve.tables import Bucket
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, TableLayout, sample_fields
@@ -42,12 +42,12 @@ class Forwarded(NamedTuple):
     Attributes:
       logits: float32[N, V] of decode rows, then prefill rows.
       sample_ints: int32[fields, N], see `TableLayout.sample_ints`.
-      prompt_scores: of the tokens that follow each prompt position, T rows.
+      prompt_scores: of the tokens that follow each prompt position, T rows; None where T is 0.
     """
 
     logits: jax.Array
     sample_ints: jax.Array
-    prompt_scores: TokenScores
+    prompt_scores: TokenScores | None
 
 
 class StepOutputs(NamedTuple):
@@ -80,7 +80,8 @@ def make_step(kv: PoolLayout, layout: TableLayout) -> Any:
         fields = layout.unpack_ints(ints)
         hidden, pool = hidden_states(kv, layout.bucket, params, pool, last_token, fields)
         logits = unembed(config, params, hidden[_sampled_positions(fields, rows)])
-        prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows)
+        chunks = layout.bucket.prefill_tokens
+        prompt_scores = _score_prompt(config, params, hidden[rows:], fields, rows) if chunks else None
         return pool, Forwarded(logits, layout.sample_ints(ints), prompt_scores)
 
     return step
@@ -122,22 +123,29 @@ def hidden_states(
 
 
 def sample_step(
-    state: SlotState, logits: jax.Array, sample_ints: jax.Array, floats: jax.Array, masks: jax.Array
-) -> tuple[SlotState, jax.Array, TokenScores]:
-    """Samples the rows of a step and remembers their tokens. Jitted with `state` donated, once per number of rows.
+    sampled: SampledState,
+    edits: EditState,
+    logits: jax.Array,
+    sample_ints: jax.Array,
+    floats: jax.Array,
+    masks: jax.Array,
+) -> tuple[SampledState, jax.Array, TokenScores]:
+    """Samples the rows of a step and remembers their tokens. Jitted with `sampled` donated, once per number of rows.
 
     Args:
+      sampled, edits: the slot state.
       logits, sample_ints: see `Forwarded`.
       floats: the float32 blob of the tables.
       masks: uint32[N, ceil(V / 32)], see `sample`.
 
     Returns:
-      The state, int32[N] sampled ids, and their scores.
+      What changed of the state, int32[N] sampled ids, and their scores.
     """
+    state = join_state(sampled, edits)
     fields = sample_fields(sample_ints, floats)
     tokens = sample(logits, state, fields, masks)
     scores = score(logits, tokens, wants_logprobs(fields))
-    return remember(state, tokens, fields), tokens, scores
+    return split_state(remember(state, tokens, fields))[0], tokens, scores
 
 
 def _make_attend(
@@ -276,8 +284,6 @@ def _score_prompt(
         jnp.zeros((count, num_top), jnp.int32),
         jnp.zeros((count, num_top), jnp.float32),
     )
-    if count == 0:
-        return empty
     block = min(PROMPT_SCORE_ROWS, count)
     blocks = -(-count // block)
     padding = blocks * block - count

@@ -56,4 +56,6 @@ class DecodeBatch:
 
     def index(self, sequence: Sequence) -> int:
         """The row of a sequence; of one that is not in, the row it would have."""
+        if not self.sequences or self.sequences[-1].turn < sequence.turn:
+            return len(self.sequences)  # where most of those that join do
         return bisect_left(self.sequences, sequence.turn, key=_turn)

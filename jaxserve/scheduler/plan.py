@@ -164,7 +164,12 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens of this iteration's first step, against the token budget; later steps have no more."""
-        return len(self.decode) + sum(len(chunk.token_ids) for chunk in self.prefill)
+        return len(self.decode) + self.num_prefill_tokens
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens."""
+        return sum([len(chunk.token_ids) for chunk in self.prefill]) if self.prefill else 0
 
 
 @dataclass(frozen=True, slots=True)

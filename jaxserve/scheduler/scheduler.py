@@ -199,8 +199,12 @@ class Scheduler(RowLander):
         if not num_steps:  # every row had ended before it began
             return
         seconds = (now - max(flight.now, self._updated_at)) / num_steps
-        num_prefill = plan.num_tokens - len(plan.decode)
-        num_swapped = sum(len(swap.page_ids) for swap in plan.swaps)
+        if not self._step_time.fits:
+            if not plan.swaps:
+                self._step_time.observe_fastest(seconds)
+            return
+        num_prefill = plan.num_prefill_tokens
+        num_swapped = sum([len(swap.page_ids) for swap in plan.swaps]) if plan.swaps else 0
         num_rows = len(plan.decode) if plan.num_steps == 1 else result.num_decode_tokens / num_steps
         self._step_time.observe(num_rows, num_prefill, seconds, num_swapped)
 

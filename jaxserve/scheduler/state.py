@@ -32,7 +32,7 @@ from jaxserve.scheduler.waiting_queue import WaitingQueue
 from jaxserve.scheduler.waits_for import WaitsFor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """A plan not yet updated, and the sequences of its rows: an id may be reused meanwhile, these not.
 
@@ -59,7 +59,9 @@ class SchedulerState:
         self.config = config
         self.counters = Counters()
         self._lengths = LengthEstimator()
-        self._step_time = StepTimeModel()
+        targets = config.itl_target_s is not None or any(c.itl_target_s is not None for c in config.service_classes)
+        priced = config.preemption == "auto"
+        self._step_time = StepTimeModel(fits=targets or priced or config.max_decode_steps > 1)
         self._pages = PageAllocator(config.num_pages)
         self._host_pages = HostPages(config.num_host_pages)
         self._reservation = RESERVATIONS[config.reservation](config, self._pages, self._lengths)

@@ -10,6 +10,11 @@ class StepTimeModel:
 
     Old measurements fade (Ljung, "System Identification", ch. 11, with a forgetting factor), so the model
     follows growing contexts. Coefficients below zero count as zero.
+
+    Attributes:
+      fits: whether anything is asked but `fastest_s`, as fitting takes time in every iteration: whether `observe` is
+        called, or `observe_fastest` instead.
+      fastest_s: of all iterations without swapped pages; 0.0 before the first.
     """
 
     FORGETTING = 0.98
@@ -17,7 +22,8 @@ class StepTimeModel:
     _INITIAL_VARIANCE = 1e4
     _SWAP_GAIN = 0.25
 
-    def __init__(self) -> None:
+    def __init__(self, *, fits: bool = True) -> None:
+        self.fits = fits
         self._weights = [0.0, 0.0, 0.0]
         self._covariance = [[self._INITIAL_VARIANCE * (i == j) for j in range(3)] for i in range(3)]
         self._num_steps = 0
@@ -34,6 +40,7 @@ class StepTimeModel:
         if num_swapped:
             self._observe_swap(num_swapped, seconds - self.predict(num_decode, num_prefill))
             return
+        self.observe_fastest(seconds)
         x = (1.0, float(num_decode), float(num_prefill))
         p = self._covariance
         px = [sum(map(mul, row, x)) for row in p]
@@ -51,8 +58,12 @@ class StepTimeModel:
             scale = self._INITIAL_VARIANCE / largest
             for row in p:
                 row[:] = [value * scale for value in row]
-        self._num_steps += 1
-        self.fastest_s = seconds if self._num_steps == 1 else min(self.fastest_s, seconds)
+
+    def observe_fastest(self, seconds: float) -> None:
+        """A step without swapped pages took `seconds`: what `fastest_s` needs of it."""
+        if seconds > 0.0:
+            self.fastest_s = seconds if self._num_steps == 0 else min(self.fastest_s, seconds)
+            self._num_steps += 1
 
     def predict(self, num_decode: float, num_prefill: int) -> float:
         """Seconds of an iteration; 0.0 before the first was measured."""

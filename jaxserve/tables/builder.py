@@ -3,7 +3,8 @@
 The builder mirrors on the host what the scheduler decided per slot: a page table row and the
 request's sampling columns. Placements and page updates change the mirror, so an iteration's work is
 what changed plus one gather of the live rows; nothing is rebuilt from sequences. Numpy calls cost more than
-what they do at these sizes, so columns that lie side by side in the blobs are gathered together.
+what they do at these sizes, so columns that lie side by side in the blobs are gathered together, and a plan of the
+rows of the one before, each a token further, is that one's blob with positions and new pages changed.
 """
 
 from __future__ import annotations
@@ -37,14 +38,19 @@ _HOLD_STOPS = np.int32(FLAG_HOLD_STOPS)
 _sampling_floats = attrgetter(*SAMPLING_FLOATS[1:])  # without the temperature
 
 
-@dataclass(frozen=True, slots=True)
+def _as_int32(word: int) -> int:
+    """The signed number of the same 32 bits."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+@dataclass(slots=True, eq=False)
 class StepTables:
     """One iteration's inputs.
 
     Attributes:
       bucket: the compiled shape they are padded to.
       ints: int32[layout.int_size], see `TableLayout`.
-      floats: float32[layout.float_size].
+      floats: float32[layout.float_size]; the same array as long as its values are, and not to be written to.
       limits: int32[B, LIMIT_COLUMNS] of a plan of several decode steps, else None.
     """
 
@@ -52,6 +58,22 @@ class StepTables:
     ints: NDArray[np.int32]
     floats: NDArray[np.float32]
     limits: NDArray[np.int32] | None = None
+
+
+@dataclass(slots=True)
+class _Decoded:
+    """The last plan, of decode rows alone with a step each.
+
+    Attributes:
+      slots: of its rows.
+      longest: most tokens of a row's context.
+      held: whether a row's stop ids were held off.
+    """
+
+    tables: StepTables
+    slots: tuple[int, ...]
+    longest: int
+    held: bool
 
 
 class TableBuilder:
@@ -64,6 +86,7 @@ class TableBuilder:
 
     def __init__(self, config: SchedulerConfig, buckets: BucketTable) -> None:
         self._num_pages = config.num_pages
+        self._page_size = config.page_size
         self._scratch_slot = config.max_num_seqs
         self._buckets = buckets
         self._layouts: dict[Bucket, TableLayout] = {}
@@ -82,6 +105,8 @@ class TableBuilder:
         # Of free-running requests, where plans may have several steps.
         self._stop_ids = np.full((slots, MAX_STOP_IDS), -1, np.int32) if config.max_decode_steps > 1 else None
         self._requests: list[Request | None] = [None] * slots
+        self._last: _Decoded | None = None
+        self._last_floats: dict[int, tuple[bytes, NDArray[np.float32]]] = {}  # by sample rows
 
     def layout(self, bucket: Bucket) -> TableLayout:
         """The bucket's field places."""
@@ -127,7 +152,12 @@ class TableBuilder:
         Raises:
           MissingBucketError: no compiled shape holds the plan.
         """
+        last, self._last = self._last, None
         self._apply(plan, request_of)
+        if last is not None and not (plan.prefill or plan.placements) and plan.num_steps == 1:
+            tables = self._moved_on(last, plan)
+            if tables is not None:
+                return tables
         positions = np.fromiter(plan.decode.positions, np.int32, len(plan.decode))
         bucket = self._buckets.of_plan(plan)
         tables = self.empty(bucket)
@@ -135,33 +165,65 @@ class TableBuilder:
         fields = layout.unpack_rows(tables.ints)
         self._fill_decode(plan.decode.slots, positions, fields)
         self._fill_prefill(plan.prefill, fields, bucket)
-        self._fill_samples(*layout.sampling(tables.ints, tables.floats), fields)
+        held = self._fill_samples(*layout.sampling(tables.ints, tables.floats), fields)
         self._silence_prompts(plan.prefill, fields, bucket)
-        if plan.num_steps == 1:
-            return tables
-        return replace(tables, limits=self._limits(plan.decode, bucket))
+        tables = StepTables(bucket, tables.ints, self._kept(tables.floats))
+        if plan.num_steps > 1:
+            return replace(tables, limits=self._limits(plan.decode, bucket))
+        if not plan.prefill:
+            self._last = _Decoded(tables, plan.decode.slots, int(positions.max()) + 1, bool(held.any()))
+        return tables
+
+    def _moved_on(self, last: _Decoded, plan: StepPlan) -> StepTables | None:
+        """The tables of a plan whose rows are those of `last`, a token further; None where it is another."""
+        rows, bucket = plan.decode, last.tables.bucket
+        longest = last.longest + 1
+        if last.held or rows.slots != last.slots or longest > bucket.table_width * self._page_size:
+            return None
+        layout, count = self.layout(bucket), len(rows.slots)
+        ints = last.tables.ints.copy()  # the device may still read the last one's
+        for name in ("decode_position", "sample_position"):
+            first, _ = layout.int_fields[name]
+            ints[first : first + count] += 1
+        assert ints[layout.int_fields["decode_position"][0]] == rows.positions[0], (plan.iteration, rows.positions[0])
+        if plan.pages:
+            first, (_, width) = layout.int_fields["decode_pages"]
+            for slot, index, page_ids in plan.pages:
+                assert index + len(page_ids) <= width, (plan.iteration, slot, index, page_ids, width)
+                at = first + rows.slots.index(slot) * width + index
+                ints[at : at + len(page_ids)] = page_ids
+        tables = StepTables(bucket, ints, last.tables.floats)
+        last.tables, last.longest, self._last = tables, longest, last
+        return tables
+
+    def _kept(self, floats: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The array of the last step with so many rows, if its values are these."""
+        values, last = floats.tobytes(), self._last_floats.get(len(floats))
+        if last is not None and last[0] == values:
+            return last[1]
+        self._last_floats[len(floats)] = values, floats
+        return floats
 
     def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
         for placement in plan.placements:
             self._place(placement.slot, request_of(placement.request_id))
-        grown = []
+        pages, num_pages = self._pages, self._num_pages
         for slot, first, page_ids in plan.pages:
             # Kernels do not check ids: one out of range would read or write some other memory.
-            assert min(page_ids) > 0 and max(page_ids) < self._num_pages, (slot, first, page_ids, self._num_pages)
-            if len(page_ids) == 1:
-                grown.append((slot, first, page_ids[0]))
+            if len(page_ids) == 1:  # most updates: the next page of a slot whose last one is full
+                (page,) = page_ids
+                assert 0 < page < num_pages, (slot, first, page, num_pages)
+                pages[slot, first] = page
             else:
-                self._pages[slot, first : first + len(page_ids)] = page_ids
-        if grown:  # most updates: a page per slot whose last one is full, written in one go
-            slots, indices, pages = zip(*grown, strict=True)
-            self._pages[slots, indices] = pages
+                assert min(page_ids) > 0 and max(page_ids) < num_pages, (slot, first, page_ids, num_pages)
+                pages[slot, first : first + len(page_ids)] = page_ids
 
     def _place(self, slot: int, request: Request) -> None:
         params = request.params
         self._requests[slot] = request
         top_k = params.top_k if 0 < params.top_k < 2**31 else 0
         seed = request.seed & (2**64 - 1)
-        self._ints[:, slot] = np.array((top_k, seed >> 32, seed & 0xFFFFFFFF), np.uint32).view(np.int32)
+        self._ints[:, slot] = top_k, _as_int32(seed >> 32), _as_int32(seed & 0xFFFFFFFF)
         temperature = 0.0 if params.greedy else params.temperature
         self._floats[:, slot] = (temperature, *_sampling_floats(params))
         self._flags[slot] = (
@@ -215,11 +277,14 @@ class TableBuilder:
 
     def _fill_samples(
         self, ints: NDArray[np.int32], floats: NDArray[np.float32], fields: dict[str, NDArray[np.int32]]
-    ) -> None:
+    ) -> NDArray[np.bool_]:
         """What depends on the slot alone, for decode and prefill rows at once; padding is the scratch slot's.
 
         Args:
           ints, floats: sampling fields, see `TableLayout.sampling`.
+
+        Returns:
+          bool[N]: whose stop ids are held off.
         """
         slots = fields["slot"]
         # Every slot is in range; with any other mode `take` would fill a buffer and copy it to `out`.
@@ -227,6 +292,7 @@ class TableBuilder:
         self._floats.take(slots, axis=1, out=floats, mode="clip")
         held = fields["sample_position"] < self._stops_held_below.take(slots, mode="clip")
         np.bitwise_or(self._flags.take(slots, mode="clip"), held * _HOLD_STOPS, out=fields["flags"])
+        return held
 
     def _silence_prompts(
         self, chunks: tuple[PrefillChunk, ...], fields: dict[str, NDArray[np.int32]], bucket: Bucket

@@ -151,3 +151,23 @@ def test_startup_reports_one_cold_start_and_the_median_of_warm_ones(tiny_model_d
     assert result["weights_mib"] == pytest.approx(
         2 * sum(value.size for value in tiny_weights(tiny_config()).values()) / 2**20
     )
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_host_work_divides_the_engines_time_into_parts(tmp_path):
+    output = tmp_path / "figures.json"
+    workload = tmp_path / "few.json"
+    requests = [{"id": i, "prompt_ids": [i, 2, 3, 4], "max_tokens": 6 + i % 3} for i in range(6)]
+    workload.write_text(json.dumps({"name": "few", "requests": requests}))
+    words = ["--model=tiny", "--dtypes=float32", "--slots=3", "--requests_per_slot=4", "--runs=1"]
+    main(["bench", "host_work", *words, f"--workload={workload}", f"--output={output}"])
+    document = json.loads(output.read_text())
+    assert document["settings"]["workload"] == "few"
+    (result,) = document["results"]
+    assert (result["slots"], result["requests"], result["compiles"]) == (3, 12, 0)
+    assert result["iterations"] > 6 and 0 <= result["hidden_share"] <= 1
+    assert result["rows"] > 2, "a run ends while every slot is busy"
+    for clock in ("wall_ms", "cpu_ms"):
+        parts = result[f"{clock}_of"]
+        assert set(parts) == {"schedule", "prepare", "dispatch", "sample", "collect", "update", "deliver", "other"}
+        assert result[clock] > 0 and all(parts[name] > 0 for name in parts)

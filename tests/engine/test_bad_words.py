@@ -143,7 +143,7 @@ def test_neighbours_and_rows_are_what_they_are_alone_and_nothing_compiles(llm, c
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_preemption_changes_nothing(make_llm, crowd, preemption):
+def test_preemption_steps_nothing(make_llm, crowd, preemption):
     prompts, params, alone = crowd
     llm = make_llm(**SCARCE, reservation="optimistic", preemption=preemption, enable_prefix_caching=True)
     before = llm.engine.scheduler.counters.preemptions

@@ -92,7 +92,7 @@ class Loop:
             cached=False,
             lock=threading.RLock(),
             clock=self._clock,
-            on_change=self.scheduler.check_invariants,
+            on_step=self.scheduler.check_invariants,
         )
 
     def _clock(self):

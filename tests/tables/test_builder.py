@@ -6,7 +6,8 @@ import numpy as np
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request, SamplingParams
-from jaxserve.scheduler.plan import DecodeRow, DecodeRows, PageUpdate, Placement, PrefillChunk, StepPlan
+from jaxserve.scheduler import Scheduler
+from jaxserve.scheduler.plan import DecodeRow, DecodeRows, PageUpdate, Placement, PrefillChunk, StepPlan, StepResult
 from jaxserve.tables import BucketTable, TableBuilder
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LIVE, FLAG_PROMPT_LOGPROBS, LIMIT_COLUMNS
 
@@ -136,3 +137,53 @@ def test_the_table_is_as_wide_as_the_last_of_several_steps_needs():
     rows = [DecodeRow("a", 0, 5, 3), DecodeRow("b", 1, 2, 1)]
     assert buckets.of_plan(StepPlan(0, DecodeRows.of(rows), num_steps=3)).table_width == 2
     assert buckets.of_plan(StepPlan(0, DecodeRows.of([*rows, DecodeRow("c", 2, 7, 2)]), num_steps=3)).table_width == 4
+
+
+def test_rows_that_move_on_are_packed_as_from_scratch():
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=8, page_size=4, max_model_len=64, num_pages=64
+    )
+    scheduler = Scheduler(config)
+    buckets = BucketTable(config, decode=(2, 4), prefill=(16,), widths=(4, 16))
+    kept, fresh = TableBuilder(config, buckets), TableBuilder(config, buckets)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+        SamplingParams(top_k=5, seed=3, max_tokens=9, min_tokens=4, stop_token_ids=(7,)),
+        SamplingParams(temperature=0.5, max_tokens=30),
+    ]
+    num_moved_on = 0
+    requests = {
+        str(i): Request(str(i), tuple(range(1, 4 + i)), params[i % 3], max_tokens=5 + 7 * (i % 5)) for i in range(12)
+    }
+    for request in requests.values():
+        assert scheduler.add(request, 0.0) is None
+    while not scheduler.idle:
+        plan = scheduler.schedule(0.0)
+        fresh._last = None
+        before = kept._last
+        mine, theirs = (builder.build(plan, requests.__getitem__) for builder in (kept, fresh))
+        num_moved_on += before is not None and kept._last is before
+        assert mine.bucket == theirs.bucket
+        np.testing.assert_array_equal(mine.ints, theirs.ints)
+        np.testing.assert_array_equal(mine.floats, theirs.floats)
+        scheduler.update(plan, StepResult((9,) * len(plan.decode), (9,) * len(plan.prefill)), 0.0)
+    assert num_moved_on > 10
+
+
+def test_the_float_blob_is_the_same_array_until_its_values_change():
+    requests = {
+        "a": Request("a", (1, 2)),
+        "b": Request("b", (1, 2)),
+        "c": Request("c", (1, 2), SamplingParams(min_p=0.5)),
+    }
+    builder = TableBuilder(CONFIG, BucketTable(CONFIG, decode=(2,), widths=(2, 4)))
+
+    def placed(name, iteration):
+        rows = DecodeRows.of([DecodeRow(name, 0, 2)])
+        plan = StepPlan(iteration, rows, placements=(Placement(name, 0, 1, 7),), pages=(PageUpdate(0, 0, (5,)),))
+        return builder.build(plan, requests.__getitem__).floats
+
+    first = placed("a", 0)
+    assert placed("b", 1) is first
+    changed = placed("c", 2)
+    assert changed is not first and not np.array_equal(changed, first)
