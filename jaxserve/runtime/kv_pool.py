@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models import ModelConfig
+from jaxserve.runtime.huge_pages import use_huge_pages
 from pallas_kernels.common.pool import QUANTISED_DTYPES, pool_shape, scales_shape
 
 SWAP_BLOCK = 16
@@ -96,13 +97,16 @@ class PoolLayout:
         return sum(math.prod(x.shape) * int(x.dtype.itemsize) for x in jax.tree.leaves(self.abstract(1)))
 
     def make(self, num_pages: int) -> KVPool:
-        """A zeroed pool, made on the devices in its sharding."""
+        """A zeroed pool, made on the devices in its sharding; if that is one CPU, on huge pages where there are any."""
         shapes = self.abstract(num_pages)
 
         def zeros() -> KVPool:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
+        pool: KVPool = jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
+        if self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu":
+            use_huge_pages(pool)
+        return pool
 
 
 def gather_pages(pool: KVPool, ids: jax.Array) -> KVPool:

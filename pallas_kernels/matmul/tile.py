@@ -15,6 +15,7 @@ COLUMNS = 32
 
 LANES = 16
 FLOATS, INTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
 _WORD = ir.IntType(64)
 
 FEATURES = llvm.get_host_cpu_features()
@@ -56,35 +57,22 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _, x, x_stride, w, steps, out, out_stride, fetch, fetch_stride = args
-            step = _float_step if kind == types.float32 else dot_step if has_dot else _widening_step
+            step = step_of(kind, has_dot=has_dot)
             starts = [builder.add(x, builder.mul(x_stride, word(row))) for row in range(rows)]
-            before = builder.block
-            loop, after = builder.append_basic_block("steps"), builder.append_basic_block("done")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            index = builder.phi(_WORD)
-            index.add_incoming(word(0), before)
-            sums = [[builder.phi(FLOATS) for _ in vectors] for _ in range(rows)]
-            place = builder.add(w, builder.mul(index, word(4 * COLUMNS)))
-            ahead = builder.add(fetch, builder.mul(index, fetch_stride))
+            loop = Loop(builder, word(0), steps, 1, [ZEROS] * rows * len(vectors))
+            sums = list(loop.values)
+            place = builder.add(w, builder.mul(loop.index, word(4 * COLUMNS)))
+            ahead = builder.add(fetch, builder.mul(loop.index, fetch_stride))
             build_prefetch(builder, ahead, 4 * COLUMNS, cache=2)
             weights = [load(builder, builder.add(place, word(4 * LANES * v)), INTS) for v in vectors]
-            ends = []
             for row in range(rows):
-                pair = load(builder, builder.add(starts[row], builder.mul(index, word(4))), ir.IntType(32))
-                ends.append([step(builder, sums[row][v], pair, weights[v]) for v in vectors])
-            following = builder.add(index, word(1))
-            index.add_incoming(following, loop)
-            for row in range(rows):
+                pair = load(builder, builder.add(starts[row], builder.mul(loop.index, word(4))), ir.IntType(32))
                 for v in vectors:
-                    sums[row][v].add_incoming(ir.Constant(FLOATS, [0.0] * LANES), before)
-                    sums[row][v].add_incoming(ends[row][v], loop)
-            builder.cbranch(builder.icmp_signed("<", following, steps), loop, after)
-            builder.position_at_end(after)
+                    n = row * len(vectors) + v
+                    sums[n] = step(builder, sums[n], pair, weights[v])
+            loop.end(sums)
             for row in range(rows):
-                for v in vectors:
-                    place = builder.add(out, builder.add(builder.mul(out_stride, word(row)), word(4 * LANES * v)))
-                    builder.store(ends[row][v], builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+                store_floats(builder, sums[row * len(vectors) :][: len(vectors)], out, out_stride, row)
             return context.get_dummy_value()
 
         return types.void(kind, *(types.int64,) * 8), generate
@@ -100,11 +88,24 @@ def load(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=2)
 
 
-def spread(builder: Any, x: Any) -> Any:
+def store_floats(builder: Any, vectors: list[Any], out: Any, stride: Any, row: int) -> None:
+    """Vectors of float32, one after the other, to a row of an array at address `out`; `stride` is bytes to the next."""
+    for v, vector in enumerate(vectors):
+        place = builder.add(out, builder.add(builder.mul(stride, word(row)), word(4 * LANES * v)))
+        builder.store(vector, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+
+
+def spread(builder: Any, x: Any, lanes: int = LANES) -> Any:
     """A number in every lane."""
-    kind = ir.VectorType(x.type, LANES)
+    kind = ir.VectorType(x.type, lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+    order = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), order)
+
+
+def step_of(kind: Any, *, has_dot: bool = HAS_BF16_DOT) -> Any:
+    """`step(builder, total, x, w)` for a `kind` of `make_tile`: total + x * w in every lane, x the same in all."""
+    return _float_step if kind == types.float32 else dot_step if has_dot else _widening_step
 
 
 def _float_step(builder: Any, total: Any, x: Any, w: Any) -> Any:
@@ -128,3 +129,28 @@ def _widening_step(builder: Any, total: Any, x: Any, w: Any) -> Any:
 def multiply_add(builder: Any, x: Any, w: Any, total: Any) -> Any:
     """One instruction where there is one."""
     return builder.fadd(builder.fmul(x, w, flags=("contract",)), total, flags=("contract",))
+
+
+class Loop:
+    """`for index in range(first, end, step)`, at least once, with values that are carried along."""
+
+    def __init__(self, builder: Any, first: Any, end: Any, step: int, carried: list[Any]) -> None:
+        self._builder, self._end, self._step = builder, end, step
+        before = builder.block
+        self._body, self._after = builder.append_basic_block("body"), builder.append_basic_block("after")
+        builder.branch(self._body)
+        builder.position_at_end(self._body)
+        self.index = builder.phi(_WORD)
+        self.index.add_incoming(first, before)
+        self.values = [builder.phi(value.type) for value in carried]
+        for phi, value in zip(self.values, carried, strict=True):
+            phi.add_incoming(value, before)
+
+    def end(self, values: list[Any]) -> None:
+        builder = self._builder
+        following = builder.add(self.index, word(self._step))
+        self.index.add_incoming(following, builder.block)
+        for phi, value in zip(self.values, values, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, self._end), self._body, self._after)
+        builder.position_at_end(self._after)

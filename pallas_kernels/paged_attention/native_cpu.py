@@ -2,11 +2,12 @@
 
 XLA's CPU backend runs the loops of `cpu` as dozens of small operations per block of keys. Here a layer's attention is
 one call: items (a row's queries, up to `QUERY_BLOCK` of them, and a KV head) are shared among XLA's threads, and each
-streams its pages through a softmax that is renormalised as it goes (Milakov and Gimelshein 2018), block by block.
+streams its pages through a softmax that is renormalised as it goes (`native_cpu_softmax`), block by block. Few queries,
+as in decode, read keys and values where they lie (`native_cpu_few`); for more they are packed (`native_cpu_block`).
 
 A query's result has the same bits whatever is computed beside it, chunked or not: blocks of keys are aligned to the
 sequence, a row's sums do not depend on the tile it is in, and what a query does not see of its own request's keys and
-values, which are finite, counts zero. Anything else in the pool is not read.
+values, which are finite, counts zero; both ways sum in one order. Anything else in the pool is not read.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pallas_kernels.common.cpu_values import (
     load,
     pointer_f32,
     pointer_i32,
+    pointer_i64,
     pointer_u16,
     store,
 )
@@ -36,27 +38,30 @@ from pallas_kernels.matmul import native_cpu as products
 from pallas_kernels.matmul import tile
 from pallas_kernels.matmul.native_cpu import STEP_BYTES, multiply_rows
 from pallas_kernels.matmul.tile import COLUMNS
-from pallas_kernels.paged_attention import native_cpu_block
+from pallas_kernels.paged_attention import native_cpu_block, native_cpu_few, native_cpu_softmax
 from pallas_kernels.paged_attention.native_cpu_block import (
-    AHEAD_WORDS,
-    KEY_BLOCK,
+    ADDRESSES,
+    DISTANCE,
+    ORDER,
+    copy_rows,
     exp,
-    exponentials,
-    fetch,
     find_rows,
-    largest,
+    line_up,
     pack_keys,
     pack_values,
-    plan_fetch,
 )
+from pallas_kernels.paged_attention.native_cpu_few import MOST_FEW, few_scores, few_sums
+from pallas_kernels.paged_attention.native_cpu_softmax import KEY_BLOCK, NEVER, STATE, renew, soften
 
-SOURCES = tuple(str(module.__file__) for module in (native_cpu_block, products, tile))
+SOURCES = tuple(
+    str(module.__file__) for module in (native_cpu_block, native_cpu_few, native_cpu_softmax, products, tile)
+)
 """Files whose functions are called here."""
 
 QUERY_BLOCK = 32
 """Query tokens of an item."""
 
-_NEVER = np.float32(-1e30)
+_NEVER = np.float32(NEVER)
 
 
 @njit(**OPTIONS)
@@ -64,7 +69,7 @@ def scratch_words(kind, rows, dim):
     """Words of 8 bytes that `attend` needs for `rows` queries (tokens times query heads of a KV head)."""
     tiled, wide, size = _rounded_up(rows, 4), _rounded_up(dim, COLUMNS), item_bytes(kind)
     numbers = tiled * (wide + KEY_BLOCK) + (2 * KEY_BLOCK + 1) * wide
-    return (numbers * size + 4 * tiled * (KEY_BLOCK + 2 * wide + 2)) // 8 + KEY_BLOCK + AHEAD_WORDS + 16
+    return (numbers * size + 4 * tiled * (KEY_BLOCK + 2 * wide + STATE)) // 8 + 4 * (KEY_BLOCK + ADDRESSES) + ORDER + 16
 
 
 @njit(**OPTIONS)
@@ -76,6 +81,12 @@ def aligned(address):
 @njit(**OPTIONS)
 def _rounded_up(count, size):
     return (count + size - 1) // size * size
+
+
+@njit(**OPTIONS)
+def _rows_at(address):
+    """Addresses of the keys and the values of a block, see `find_rows`."""
+    return carray(pointer_i64(address), (2, KEY_BLOCK + ADDRESSES))
 
 
 @njit(**OPTIONS)
@@ -101,84 +112,96 @@ def attend(kind, q, pool, layer, queries, options, sinks, out, scratch, after):
     scratch += 4 * tiled * wide
     sums = array_at(np.float32(0), scratch, (tiled, wide))
     scratch += 4 * tiled * wide
-    tops, totals = array_at(np.float32(0), scratch, (tiled,)), array_at(np.float32(0), scratch + 4 * tiled, (tiled,))
-    scratch += 8 * tiled
+    states = array_at(np.float32(0), scratch, (tiled, STATE))
+    scratch += 4 * tiled * STATE
     x = array_at(kind, scratch, (tiled, wide))
     scratch += size * tiled * wide
     block = array_at(kind, scratch, (KEY_BLOCK + 1, wide))
     scratch += size * (KEY_BLOCK + 1) * wide
-    addresses = words(aligned(scratch), KEY_BLOCK)
-    ahead = words(aligned(scratch) + 8 * KEY_BLOCK, AHEAD_WORDS)
-    scratch = aligned(scratch) + 8 * (KEY_BLOCK + AHEAD_WORDS)
+    scratch = aligned(scratch)
+    held, ahead = _rows_at(scratch), _rows_at(scratch + 16 * (KEY_BLOCK + ADDRESSES))
+    scratch += 32 * (KEY_BLOCK + ADDRESSES)
+    order = words(scratch, ORDER)
+    scratch += 8 * ORDER
     packed = scratch
     scratch += size * KEY_BLOCK * wide
     weights = array_at(kind, scratch, (tiled, KEY_BLOCK))
 
-    x[:] = 0
     block[KEY_BLOCK] = 0
     sums[:] = np.float32(0)
-    weights[:] = 0
+    x[rows:], x[:, dim:], weights[rows:] = 0, 0, 0
     for i in range(rows):
         t, h = i // group, head * group + i % group
         for d in range(dim):
             store(x, (i, d), load(q[begin + t, h, d]))
-        tops[i], totals[i] = _NEVER, np.float32(0)
+        states[i, 0], states[i, 1] = _NEVER, np.float32(0)
         if sinks.shape[0] and sinks[h] > _NEVER:
-            tops[i], totals[i] = sinks[h], np.float32(1)
+            states[i, 0], states[i, 1] = sinks[h], np.float32(1)
     end = position + count
     oldest = max(position - window + 1, 0)
     first = oldest // KEY_BLOCK * KEY_BLOCK
+    zeros, few = block[KEY_BLOCK].ctypes.data, rows <= MOST_FEW
+    find_rows(pool, layer, pages, head, first, oldest, end, zeros, held)
     while first < end:
         held_from, held_to = max(oldest - first, 0), min(end - first, KEY_BLOCK)
-        held = _rounded_up(held_to, COLUMNS)
-        if first + KEY_BLOCK < end:
-            plan_fetch(pool, layer, pages, head, oldest, first + KEY_BLOCK, end, ahead)
+        whole = _rounded_up(held_to, COLUMNS)
+        keys, values = held[0], held[1]
+        after_pages, after_head, after_first, after_oldest, after_end = pages, head, first + KEY_BLOCK, oldest, end
+        if first + KEY_BLOCK >= end:
+            after_pages, after_head, after_oldest, after_end = after
+            after_first = after_oldest // KEY_BLOCK * KEY_BLOCK
+        find_rows(pool, layer, after_pages, after_head, after_first, after_oldest, after_end, zeros, ahead)
+        begun, even, done = held_from // COLUMNS * COLUMNS, held_from // 2 * 2, _rounded_up(held_to, 2)
+        if few:
+            line_up(keys, begun, whole, order)
+            line_up(values, even, done, order[whole - begun :])
+            next_begun = min(max(after_oldest - after_first, 0), KEY_BLOCK - DISTANCE)
+            line_up(ahead[0], next_begun, next_begun + DISTANCE, order[whole - begun + done - even :])
+        copy_rows(kind, pool, layer, pages, 0, head, first, held_from, held_to, block, keys)
+        if few:
+            to, fetched = scores.ctypes.data, order.ctypes.data + 8 * (DISTANCE - begun)
+            few_scores(
+                kind, keys.ctypes.data, begun, whole, size * wide, x.ctypes.data, rows, to, 4 * KEY_BLOCK, fetched
+            )  # fmt: skip
         else:
-            following, head_after, oldest_after, end_after = after
-            block_after = oldest_after // KEY_BLOCK * KEY_BLOCK
-            plan_fetch(pool, layer, following, head_after, oldest_after, block_after, end_after, ahead)
-        find_rows(kind, pool, layer, pages, 0, head, first, held_from, held_to, held, block, addresses)
-        pack_keys(addresses, held, size * wide, packed, ahead)
-        for column in range(0, held, COLUMNS):
-            w = packed + size * wide * column
-            fetch(ahead)
-            _multiply(kind, x, wide, w, scores[:, column:].ctypes.data, 4 * KEY_BLOCK)
+            pack_keys(keys, whole, size * wide, packed, values)
+            for column in range(0, whole, COLUMNS):
+                w = packed + size * wide * column
+                _multiply(kind, x, wide, w, scores[:, column:].ctypes.data, 4 * KEY_BLOCK)
         for i in range(rows):
             at = position + i // group
             stop = max(min(at + 1 - first, KEY_BLOCK), 0)
             start = max(at - window + 1 - first, 0)
             if start >= stop:
                 weights[i] = 0
+                states[i, 2] = np.float32(1)
                 continue
-            fetch(ahead)
-            row = scores[i]
-            for j in range(KEY_BLOCK):
-                row[j] *= scale
+            factor = scale
             if softcap > 0:
-                _cap(row, softcap)
-            row[:start] = _NEVER
-            row[stop:] = _NEVER
-            top = max(largest(row), tops[i])
-            keep = exp(tops[i] - top)
-            tops[i], totals[i] = top, totals[i] * keep + exponentials(row, top)
-            for j in range(KEY_BLOCK):
-                store(weights, (i, j), row[j])
-            for d in range(wide):
-                sums[i, d] *= keep
-        find_rows(kind, pool, layer, pages, 1, head, first, held_from, held_to, held, block, addresses)
-        pack_values(kind, addresses, held, size * wide, packed, ahead)
-        for g in range(wide // COLUMNS):
-            w = packed + g * COLUMNS * KEY_BLOCK * size
-            fetch(ahead)
-            _multiply(kind, weights, held, w, added[:, g * COLUMNS :].ctypes.data, 4 * wide)
+                _cap(scores[i], scale, softcap)
+                factor = np.float32(1)
+            to = weights[i].ctypes.data
+            soften(kind, scores[i].ctypes.data, to, states[i].ctypes.data, factor, start, stop)
+        copy_rows(kind, pool, layer, pages, 1, head, first, held_from, held_to, block, values)
+        if few:
+            to, fetched = added.ctypes.data, order.ctypes.data + 8 * (whole - begun + DISTANCE - even)
+            few_sums(
+                kind, values.ctypes.data, even, done, size * wide, weights.ctypes.data, size * KEY_BLOCK, rows, to,
+                4 * wide, fetched,
+            )  # fmt: skip
+        else:
+            pack_values(kind, values, whole, size * wide, packed, ahead[0])
+            for g in range(wide // COLUMNS):
+                w = packed + g * COLUMNS * KEY_BLOCK * size
+                _multiply(kind, weights, whole, w, added[:, g * COLUMNS :].ctypes.data, 4 * wide)
         for i in range(rows):
-            for d in range(wide):
-                sums[i, d] += added[i, d]
+            renew(sums[i].ctypes.data, states[i, 2], added[i].ctypes.data, 4 * wide)
+        held, ahead = ahead, held
         first += KEY_BLOCK
     for i in range(rows):
         t, h = i // group, head * group + i % group
         for d in range(dim):
-            store(out, (begin + t, h, d), sums[i, d] / totals[i])
+            store(out, (begin + t, h, d), sums[i, d] / states[i, 1])
 
 
 @njit(**OPTIONS)
@@ -192,10 +215,10 @@ def _multiply(kind, x, inner, w, out, out_stride):
 
 
 @njit(**OPTIONS)
-def _cap(row, softcap):
-    """softcap * tanh(x / softcap), by exp(-2 |x|)."""
+def _cap(row, scale, softcap):
+    """softcap * tanh(x * scale / softcap), by exp(-2 |x|)."""
     for j in range(KEY_BLOCK):
-        x = row[j] / softcap
+        x = row[j] * scale / softcap
         e = exp(np.float32(-2) * abs(x))
         y = (np.float32(1) - e) / (np.float32(1) + e) * softcap
         row[j] = y if x >= 0 else -y

@@ -11,30 +11,29 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pallas_kernels.common.cpu_values import (
     INLINE,
     LINE,
     OPTIONS,
-    array_at,
     bits_to_float,
     item_bytes,
-    load,
     prefetch,
     store,
 )
-from pallas_kernels.matmul.tile import COLUMNS
+from pallas_kernels.common.cpu_values import load as as_float
+from pallas_kernels.matmul.tile import COLUMNS, INTS, Loop, load, spread, word
+from pallas_kernels.paged_attention.native_cpu_few import fetch_line, turn
+from pallas_kernels.paged_attention.native_cpu_softmax import KEY_BLOCK
 
-KEY_BLOCK = 128
-"""Keys whose scores are held at once."""
 TURN_STRIDE = 4 * COLUMNS
-PIECE = 2048
-"""Bytes that are fetched at once, at most."""
-AHEAD_WORDS = 4 + 96
-FETCHES = 12
-"""Calls of `fetch`, at least, while a whole block is computed."""
+ADDRESSES = 8
+"""Addresses that are written at once."""
+DISTANCE = 32
+"""Keys or values ahead of those at hand that memory is asked for."""
+ORDER = 2 * KEY_BLOCK + DISTANCE + 16
+"""Addresses of keys, values and what follows, in the order in which they are read, and space to write beyond."""
 
 
 @njit(**INLINE)
@@ -57,99 +56,107 @@ def exp(x: float) -> float:
 
 
 @intrinsic
-def _largest(typing: Any, address: Any) -> Any:
+def _count_up(typing: Any, target: Any, first: Any, step: Any, count: Any) -> Any:
+    """Writes first, first + step and so on as int64 to an address: `count`, one at least, up to a whole vector."""
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = 16
-        vector = ir.VectorType(ir.FloatType(), lanes)
-        top = None
-        for offset in range(0, KEY_BLOCK, lanes):
-            place = builder.add(args[0], ir.Constant(ir.IntType(64), 4 * offset))
-            x = builder.load(builder.inttoptr(place, vector.as_pointer()), align=4)
-            top = x if top is None else builder.select(builder.fcmp_ordered(">", x, top), x, top)
-        kind = ir.FunctionType(ir.FloatType(), [vector])
-        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmax.v16f32")
-        return builder.call(reduce, [top])
+        target, first, step, count = args
+        kind = ir.VectorType(word(0).type, ADDRESSES)
+        lanes = builder.mul(spread(builder, step, ADDRESSES), ir.Constant(kind, list(range(ADDRESSES))))
+        start = builder.add(spread(builder, first, ADDRESSES), lanes)
+        more = spread(builder, builder.mul(step, word(ADDRESSES)), ADDRESSES)
+        loop = Loop(builder, word(0), count, ADDRESSES, [start])
+        place = builder.add(target, builder.mul(loop.index, word(8)))
+        builder.store(loop.values[0], builder.inttoptr(place, kind.as_pointer()), align=8)
+        loop.end([builder.add(loop.values[0], more)])
+        return context.get_dummy_value()
 
-    return types.float32(types.int64), generate
-
-
-@njit(**OPTIONS)
-def largest(row):
-    """Largest of KEY_BLOCK numbers."""
-    return _largest(row.ctypes.data)
+    return types.void(*(types.int64,) * 4), generate
 
 
 @njit(**OPTIONS)
-def exponentials(row, top):
-    """Makes x exp(x - top) in a row of KEY_BLOCK; returns the sum."""
-    total = np.float32(0)
-    for j in range(KEY_BLOCK):
-        e = exp(row[j] - top)
-        row[j] = e
-        total += e
-    return total
+def find_rows(pool, layer, pages, head, first, oldest, end, zeros, rows):
+    """Addresses of the keys and the values of a block that begins at token `first`.
 
-
-@njit(**OPTIONS)
-def find_rows(kind, pool, layer, pages, part, head, first, start, stop, end, block, rows):
-    """Addresses of the keys or values of a block that begins at token `first`, as `kind`, D rounded up to 32s.
-
-    Those of tokens [start, stop); for the others before `end` the address of zeros. They lie in the pool, or where that
-    is another type or D no multiple of 32, in `block` [KEY_BLOCK + 1, D rounded up].
+    Args:
+      oldest, end: the tokens that are held; for the others, and if `first` is beyond, there is the address of zeros.
+      rows: int64[2, KEY_BLOCK + ADDRESSES]; what is beyond KEY_BLOCK is scratch.
     """
-    page_size, dim = pool.shape[4], pool.shape[5]
-    row_bytes, zeros = block.shape[1] * item_bytes(kind), block[KEY_BLOCK].ctypes.data
-    is_as_stored = item_bytes(kind) == pool.itemsize and dim == block.shape[1]
-    rows[:start] = zeros
-    rows[stop:end] = zeros
-    j = start
+    page_size, row_bytes = pool.shape[4], pool.shape[5] * pool.itemsize
+    apart = pool.shape[3] * page_size * row_bytes
+    start, stop = min(max(oldest - first, 0), KEY_BLOCK), max(min(end - first, KEY_BLOCK), 0)
+    keys, values = rows[0].ctypes.data, rows[1].ctypes.data
+    if start:
+        _count_up(keys, zeros, 0, start)
+        _count_up(values, zeros, 0, start)
+    j, page, slot = start, (first + start) // page_size, (first + start) % page_size
     while j < stop:
-        page, slot = (first + j) // page_size, (first + j) % page_size
-        source = pool[layer, pages[page], part, head]
+        address = pool[layer, pages[page], 0, head, slot].ctypes.data
         count = min(page_size - slot, stop - j)
-        if is_as_stored:
-            address = source[slot].ctypes.data
-            for i in range(count):
-                rows[j + i] = address + i * row_bytes
-        else:
-            for i in range(count):
-                for d in range(dim):
-                    store(block, (j + i, d), load(source[slot + i, d]))
-                block[j + i, dim:] = 0
-                rows[j + i] = block[j + i].ctypes.data
-        j += count
+        _count_up(keys + 8 * j, address, row_bytes, count)
+        _count_up(values + 8 * j, address + apart, row_bytes, count)
+        j, page, slot = j + count, page + 1, 0
+    if stop < KEY_BLOCK:
+        _count_up(keys + 8 * stop, zeros, 0, KEY_BLOCK - stop)
+        _count_up(values + 8 * stop, zeros, 0, KEY_BLOCK - stop)
 
 
 @intrinsic
-def _turn(typing: Any, rows: Any, offset: Any, target: Any) -> Any:
+def _copy(typing: Any, source: Any, target: Any) -> Any:
+    """Copies 128 bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.FloatType(), COLUMNS)
+        numbers = load(builder, args[0], vector)
+        builder.store(numbers, builder.inttoptr(args[1], vector.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 2), generate
+
+
+@njit(**OPTIONS)
+def line_up(rows, first, end, order):
+    """Copies addresses rows[first:end] to the beginning of `order`, and up to 15 more."""
+    for j in range(0, end - first, 16):
+        _copy(rows.ctypes.data + 8 * (first + j), order.ctypes.data + 8 * j)
+
+
+@njit(**OPTIONS)
+def copy_rows(kind, pool, layer, pages, part, head, first, start, stop, block, rows):
+    """Where tokens are not stored as `kind`, or have no multiple of 32 dimensions: puts [start, stop) into a block.
+
+    Args:
+      block: [KEY_BLOCK + 1, D rounded up].
+      rows: addresses in the pool, which become those in the block.
+    """
+    page_size, dim = pool.shape[4], pool.shape[5]
+    if item_bytes(kind) == pool.itemsize and dim == block.shape[1]:
+        return
+    for j in range(start, stop):
+        page, slot = (first + j) // page_size, (first + j) % page_size
+        row = pool[layer, pages[page], part, head, slot]
+        for d in range(dim):
+            store(block, (j, d), as_float(row[d]))
+        block[j, dim:] = 0
+        rows[j] = block[j].ctypes.data
+
+
+@intrinsic
+def _turn(typing: Any, rows: Any, offset: Any, target: Any, ahead: Any) -> Any:
     """Transposes 16 by 16 words of 32 bits, at `offset` bytes of the 16 addresses at `rows`.
 
     Rows of the target are `TURN_STRIDE` bytes apart.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        addresses, offset, target = args
-        size, word = 16, ir.IntType(64)
-        vector = ir.VectorType(ir.IntType(32), size)
-        rows = []
-        for row in range(size):
-            place = builder.add(addresses, ir.Constant(word, 8 * row))
-            start = builder.add(builder.load(builder.inttoptr(place, word.as_pointer())), offset)
-            rows.append(builder.load(builder.inttoptr(start, vector.as_pointer()), align=2))
-        for step in (1, 2, 4, 8):  # swaps the blocks off the diagonal, of ever larger blocks
-            for row in range(size):
-                if row & step == 0:
-                    one, two = rows[row], rows[row + step]
-                    upper = [c if c & step == 0 else size + c - step for c in range(size)]
-                    lower = [c + step if c & step == 0 else size + c for c in range(size)]
-                    rows[row] = builder.shuffle_vector(one, two, ir.Constant(vector, upper))
-                    rows[row + step] = builder.shuffle_vector(one, two, ir.Constant(vector, lower))
-        for row in range(size):
-            place = builder.add(target, ir.Constant(word, row * TURN_STRIDE))
-            builder.store(rows[row], builder.inttoptr(place, vector.as_pointer()), align=4)
+        addresses, offset, target, ahead = args
+        for row, words in enumerate(turn(builder, addresses, offset)):
+            fetch_line(builder, ahead, row, offset)
+            place = builder.add(target, word(row * TURN_STRIDE))
+            builder.store(words, builder.inttoptr(place, INTS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(*(types.int64,) * 3), generate
+    return types.void(*(types.int64,) * 4), generate
 
 
 @njit(**OPTIONS)
@@ -157,11 +164,9 @@ def pack_keys(rows, end, row_bytes, packed, ahead):
     """Keys at addresses rows[:end] as the columns of packed matrices [D, 32], at address `packed`; `end` in 32s."""
     address = rows.ctypes.data
     for first in range(0, end, 16):
-        if first % 32 == 0:
-            fetch(ahead)
         to = packed + first // COLUMNS * COLUMNS * row_bytes + first % COLUMNS * 4
-        for byte in range(0, row_bytes, 64):
-            _turn(address + 8 * first, byte, to + 32 * byte)
+        for byte in range(0, row_bytes, LINE):
+            _turn(address + 8 * first, byte, to + COLUMNS * byte, ahead.ctypes.data + 8 * first)
 
 
 @intrinsic
@@ -171,7 +176,7 @@ def _pair(typing: Any, one: Any, two: Any, target: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector = ir.VectorType(ir.IntType(16), COLUMNS)
         order = [place for c in range(COLUMNS) for place in (c, COLUMNS + c)]
-        one, two = (builder.load(builder.inttoptr(x, vector.as_pointer()), align=2) for x in args[:2])
+        one, two = (load(builder, x, vector) for x in args[:2])
         both = builder.shuffle_vector(one, two, ir.Constant(ir.VectorType(ir.IntType(32), 2 * COLUMNS), order))
         builder.store(both, builder.inttoptr(args[2], both.type.as_pointer()), align=2)
         return context.get_dummy_value()
@@ -188,43 +193,12 @@ def pack_values(kind, rows, end, row_bytes, packed, ahead):
     size = item_bytes(kind)
     for first in range(0, row_bytes, COLUMNS * size):
         target = packed + first * KEY_BLOCK
-        fetch(ahead)
+        for j in range(end):
+            for byte in range(first, first + COLUMNS * size, LINE):
+                prefetch(ahead[j] + byte)
         if size == 2:
             for j in range(0, end, 2):
                 _pair(rows[j] + first, rows[j + 1] + first, target + j * COLUMNS * size)
         else:
             for j in range(end):
-                numbers = array_at(np.float32(0), target + j * COLUMNS * size, (COLUMNS,))
-                numbers[:] = array_at(np.float32(0), rows[j] + first, (COLUMNS,))
-
-
-@njit(**OPTIONS)
-def plan_fetch(pool, layer, pages, head, oldest, first, end, ahead):
-    """Makes `ahead` the list of what the block that begins at token `first` holds of tokens [oldest, end).
-
-    `ahead` is int64[AHEAD_WORDS]: pieces fetched, pieces there are, their bytes, pieces at a time, their addresses.
-    """
-    page_size = pool.shape[4]
-    stop = min(end, first + KEY_BLOCK)
-    count, start = 0, max(oldest, first)
-    page_bytes = pool[0, 0, 0, 0].nbytes
-    size = min(page_bytes, PIECE)
-    for part in range(2):
-        for page in range(start // page_size, (stop + page_size - 1) // page_size):
-            address = pool[layer, pages[page], part, head].ctypes.data
-            for byte in range(0, page_bytes, size):
-                if count < AHEAD_WORDS - 4:
-                    ahead[4 + count] = address + byte
-                    count += 1
-    ahead[0], ahead[1], ahead[2], ahead[3] = 0, count, size, (count + FETCHES - 1) // FETCHES
-
-
-@njit(**OPTIONS)
-def fetch(ahead):
-    """Asks for the next pieces of a list, which memory gives while something else is computed."""
-    first = ahead[0]
-    end = min(first + ahead[3], ahead[1])
-    for piece in range(first, end):
-        for line in range(0, ahead[2], LINE):
-            prefetch(ahead[4 + piece] + line)
-    ahead[0] = end
+                _copy(rows[j] + first, target + j * COLUMNS * size)

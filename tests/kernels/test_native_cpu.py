@@ -6,23 +6,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numba import njit
 
+from pallas_kernels.matmul.tile import COLUMNS, HAS_BF16_DOT
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.native_cpu_few import make_scores, make_sums
 
 LENGTH, PAGES = 300, 40
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def sequence(request):
-    """Queries [T, 6, 16] of one sequence and its pool, with NaN where nothing is."""
+    return make_sequence(request.param)
+
+
+def make_sequence(dtype, heads=6, kv_heads=2, dim=16, pool_dtype=None):
+    """Queries [T, H, D] of one sequence and its pool, with NaN where nothing is."""
     rng = np.random.default_rng(1)
-    pool = rng.standard_normal((2, PAGES, 2, 2, 16, 16))
+    pool = rng.standard_normal((2, PAGES, 2, kv_heads, 16, dim))
     table = 1 + np.arange(-(-LENGTH // 16))
     pool[:, len(table) + 1 :] = np.nan
     pool[:, table[-1], :, :, LENGTH % 16 :] = np.nan
-    queries = rng.standard_normal((LENGTH, 6, 16))
-    kind = jnp.dtype(request.param)
-    return jnp.asarray(queries, kind), jnp.asarray(pool, kind), jnp.asarray(table[None], jnp.int32)
+    queries = rng.standard_normal((LENGTH, heads, dim))
+    pool = jnp.asarray(pool, jnp.dtype(pool_dtype or dtype))
+    return jnp.asarray(queries, jnp.dtype(dtype)), pool, jnp.asarray(table[None], jnp.int32)
 
 
 def attend(sequence, chunks, **options):
@@ -47,14 +54,46 @@ def test_chunks_do_not_change_a_bit(sequence, options):
     np.testing.assert_array_equal(whole, attend(sequence, [1, 127, 128, 44], **options))
 
 
-def test_decode_gives_the_bits_of_prefill(sequence):
+SHAPES = {"1": (2, 2, 64), "2": (4, 2, 96), "3": (6, 2, 16), "4": (4, 1, 128), "5": (5, 1, 32)}
+"""(query heads, KV heads, head dimension) by the first two's ratio: up to 4 are not packed."""
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 133}], ids=str)
+@pytest.mark.parametrize("dtypes", [("float32", None), ("bfloat16", None), ("bfloat16", "float32")], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_decode_gives_the_bits_of_prefill(shape, dtypes, options):
+    sequence = make_sequence(dtypes[0], *shape, dtypes[1])
     queries, pool, table = sequence
-    whole = attend(sequence, [LENGTH])
-    rows = jnp.asarray([0, 5, 127, 128, 299])
-    alone = paged_attention(
-        queries[rows], pool, 1, jnp.tile(table, (5, 1)), (rows + 1).astype(jnp.int32), implementation="native_cpu"
-    )
+    whole = attend(sequence, [LENGTH], **options)
+    rows = jnp.asarray([0, 5, 127, 128, 161, 299])
+    tables, contexts = jnp.tile(table, (len(rows), 1)), (rows + 1).astype(jnp.int32)
+    alone = paged_attention(queries[rows], pool, 1, tables, contexts, implementation="native_cpu", **options)
+    assert np.isfinite(whole).all()
     np.testing.assert_array_equal(np.asarray(alone.astype(jnp.float32)), whole[rows])
+
+
+@pytest.mark.parametrize("has_dot", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_BF16_DOT, reason=""))])
+def test_few_queries_with_and_without_the_instruction(has_dot):
+    count, dim = 3, 64
+    scores, sums = make_scores(count, has_dot=has_dot), make_sums(count, 2, has_dot=has_dot)
+
+    @njit
+    def run(q, rows, keys, weights, out, added):
+        at = (rows.ctypes.data, 2 * dim, q.ctypes.data, 2 * dim, out.ctypes.data, 4 * COLUMNS, rows.ctypes.data)
+        scores(q[0, 0], *at)
+        of = (rows.ctypes.data, 0, 0, keys.shape[0], weights.ctypes.data, 2 * keys.shape[0])
+        sums(q[0, 0], *of, added.ctypes.data, 4 * dim, rows.ctypes.data)
+
+    rng = np.random.default_rng(0)
+    q, keys, weights = (jnp.asarray(rng.standard_normal((n, dim)), jnp.bfloat16) for n in (count, COLUMNS, count))
+    weights = weights[:, :COLUMNS]
+    bits = np.asarray(keys).view(np.uint16)
+    rows = bits.ctypes.data + 2 * dim * rng.permutation(COLUMNS)
+    out, added = np.zeros((count, COLUMNS), np.float32), np.zeros((count, dim), np.float32)
+    run(np.asarray(q).view(np.uint16), rows, bits, np.asarray(weights).view(np.uint16).copy(), out, added)
+    lying = np.asarray(keys, np.float32)[(rows - bits.ctypes.data) // (2 * dim)]
+    np.testing.assert_allclose(out, np.asarray(q, np.float32) @ lying.T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(added, np.asarray(weights, np.float32) @ lying, rtol=1e-4, atol=1e-4)
 
 
 def test_missing_numba_names_the_extra(monkeypatch, sequence):
