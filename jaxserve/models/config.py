@@ -105,3 +105,9 @@ class ModelConfig:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_layers)
         if len(self.sliding_windows) != self.num_layers:
             raise ValueError(f"sliding_windows has {len(self.sliding_windows)} entries for {self.num_layers} layers")
+
+    @property
+    def widest_window(self) -> int | None:
+        """The number of latest tokens beyond which no layer sees any; None: some layer sees all."""
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None

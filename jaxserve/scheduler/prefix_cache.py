@@ -4,7 +4,8 @@ A full page's content depends on its tokens and on all before them, so its name 
 and the name of the page before: equal names, equal K and V. The chain starts from the tenant and the
 request's salt; who shares neither cannot find, nor time, another's pages.
 
-A page is entered once its K and V are written, and leaves when it is evicted. Of two pages of the same
+A page is entered once its K and V are written, or when it is given back before that, as no layer of the model sees
+its tokens any more: who finds it runs after the step that writes it. It leaves when it is evicted. Of two pages of the same
 name the first is kept in the index.
 """
 
@@ -68,6 +69,20 @@ class PrefixCache:
                 break
             pages.append(page)
         return pages
+
+    def find_last(self, names: Sequence[bytes], count: int) -> tuple[int, list[int]]:
+        """Where all that is seen after the first of `names` are the `count` before: the longest beginning that will do.
+
+        Returns:
+          Number of the first page, and the pages: the last `count` of the beginning, or all of a shorter one.
+        """
+        end = len(names)
+        for index in range(len(names) - 1, -1, -1):
+            if names[index] not in self._page_of:
+                end = index
+            elif not index or end - index == count:
+                return index, [self._page_of[name] for name in names[index:end]]
+        return 0, []
 
     def retire(self, page: int) -> None:
         """A page that has an entry lost its last owner; it is kept."""

@@ -133,6 +133,8 @@ class Scheduler(RowLander):
         return plan
 
     def _plan(self, now: float) -> StepPlan:
+        if self.config.sliding_window:
+            self._pass_pages()
         starved = self._secure_pages() if self._reservation.grows else ()
         waits_for = self._promote(now)
         if not self._running:
@@ -163,6 +165,7 @@ class Scheduler(RowLander):
             )
             self._preempted = []
             self._swaps = []
+            self._passed = []
             self._num_plans += 1
         return plan
 
