@@ -77,12 +77,12 @@ class PrefixCache:
           Number of the first page, and the pages: the last `count` of the beginning, or all of a shorter one.
         """
         end = len(names)
-        for index in range(len(names) - 1, -1, -1):
-            if names[index] not in self._page_of:
-                end = index
-            elif not index or end - index == count:
+        for index in range(len(names), 0, -1):
+            if end - index == count:
                 return index, [self._page_of[name] for name in names[index:end]]
-        return 0, []
+            if names[index - 1] not in self._page_of:
+                end = index - 1
+        return 0, [self._page_of[name] for name in names[:end]]
 
     def retire(self, page: int) -> None:
         """A page that has an entry lost its last owner; it is kept."""

@@ -193,10 +193,10 @@ class SchedulerState:
             return False
         if shared:
             self._pages.share(shared, passing=sequence.gives_pages_back)
-            sequence.num_passed_pages = first
             sequence.pages += shared
-            sequence.num_named_pages = sequence.num_pages
-        if shared and not sequence.host_pages:
+            sequence.num_named_pages = first + len(shared)
+        sequence.num_passed_pages = first
+        if sequence.num_pages and not sequence.num_scheduled:
             sequence.num_scheduled = sequence.num_pages * self.config.page_size
             self.counters.cached_tokens += sequence.num_scheduled
             if not sequence.num_preemptions:
@@ -223,7 +223,7 @@ class SchedulerState:
             count = (sequence.num_known_tokens - 1) // config.page_size
         self._name_pages(sequence, count)
         if config.sliding_window and not sequence.host_pages:
-            return self._pages.cache.find_last(sequence.page_names[:count], max(config.pages_spanned(1) - 1, 1))
+            return self._pages.cache.find_last(sequence.page_names[:count], config.pages_spanned(1) - 1)
         return passed, self._pages.cache.find(sequence.page_names[passed:count])
 
     def _name_pages(self, sequence: Sequence, count: int) -> None:

@@ -64,6 +64,8 @@ class TableBuilder:
 
     def __init__(self, config: SchedulerConfig, buckets: BucketTable) -> None:
         self._num_pages = config.num_pages
+        # Where pages are given back, the null page takes their place.
+        self._least_page = 0 if config.sliding_window else 1
         self._scratch_slot = config.max_num_seqs
         self._buckets = buckets
         self._layouts: dict[Bucket, TableLayout] = {}
@@ -147,7 +149,7 @@ class TableBuilder:
         grown = []
         for slot, first, page_ids in plan.pages:
             # Kernels do not check ids: one out of range would read or write some other memory.
-            assert min(page_ids) > 0 and max(page_ids) < self._num_pages, (slot, first, page_ids, self._num_pages)
+            assert self._least_page <= min(page_ids) <= max(page_ids) < self._num_pages, (slot, first, page_ids)
             if len(page_ids) == 1:
                 grown.append((slot, first, page_ids[0]))
             else:
