@@ -5,8 +5,8 @@ and the name of the page before: equal names, equal K and V. The chain starts fr
 request's salt; who shares neither cannot find, nor time, another's pages.
 
 A page is entered once its K and V are written, or when it is given back before that, as no layer of the model sees
-its tokens any more: who finds it runs after the step that writes it. It leaves when it is evicted. Of two pages of the same
-name the first is kept in the index.
+its tokens any more: who finds it runs after the step that writes it. It leaves when it is evicted. Of two pages of
+the same name the first is kept in the index.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class Reservation:
         return max(most - len(sequence.pages) - sequence.num_promised_pages - len(shared), 0)
 
     def _most_pages(self, sequence: Sequence, num_tokens: int, first: int, start: int) -> int:
-        """Pages that it holds at once on the way to `num_tokens`, with pages from `first` on and `start` tokens so far."""
+        """Pages it holds at once on its way to `num_tokens`, now at token `start` and with pages from `first` on."""
         pages = self._pages_of(num_tokens) - first
         if not self._config.sliding_window:
             return pages

@@ -13,6 +13,7 @@ from jaxserve.runtime import COMPILES
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.replayer import replay
 from jaxserve.testing.tiny import write_tiny_model
+from pallas_kernels.common import native
 from tests.engine.conftest import assert_idle_clean, greedy, ids, random_prompts
 
 WINDOW, PAGE = 22, 4
@@ -128,8 +129,13 @@ def test_chunks_smaller_than_the_window(make_llm, prompts, case, chunk):
     assert generate(make_llm(prefill_chunk=chunk), prompts, settings) == alone
 
 
-@pytest.mark.parametrize(("attention", "decoder"), [("reference", "xla"), ("cpu", "xla"), ("native_cpu", "xla")])
+@pytest.mark.parametrize(
+    ("attention", "decoder"),
+    [("reference", "xla"), ("cpu", "xla"), ("native_cpu", "xla"), ("native_cpu", "native_cpu")],
+)
 def test_every_implementation(make_llm, prompts, expected, attention, decoder):
+    if attention == "native_cpu" and not native.is_available():
+        pytest.skip("the extra `cpu` is not installed")
     llm = make_llm(attention_implementation=attention, decoder_implementation=decoder)
     assert generate(llm, prompts, params("greedy")) == expected["greedy"]
 

@@ -220,7 +220,7 @@ def test_krn_7_chunks_larger_than_the_window_see_the_window_only(backend, chunk)
 def test_krn_7_the_null_page_stands_for_pages_before_the_window(backend, queries, quantised):
     """All that the first query of a row does not see was given back; neither that nor the null page is read."""
     size = backend.page_size
-    window, contexts = size + size // 2, [4 * size + 1, 3 * size, 5 * size - 1]
+    window, contexts = size + size // 2, [4 * size + 1, 4 * size, 5 * size - 1]
     case = case_of(backend, contexts, queries, quantised=quantised, spare_pages=4)
     null = next(page for page in range(case.pool.shape[1]) if page not in case.page_table)  # full of poison
     for row, (context, count) in enumerate(zip(contexts, queries or [1] * 3, strict=True)):
