@@ -36,6 +36,8 @@ class SchedulerConfig(PolicyConfig):
       max_prefill_seqs: most requests with a prompt chunk in one iteration.
       max_steps_ahead: plans that may be in flight when the next one is made.
       arrivals_claim_slots: an arrival may take a free slot ahead of the waiting queue.
+      sliding_window: tokens that a query sees in every layer at most, its own included: pages of older ones are given
+        back while their request runs; 0: some layer sees all.
     """
 
     max_num_seqs: int = 8
@@ -50,6 +52,7 @@ class SchedulerConfig(PolicyConfig):
     max_prefill_seqs: int = 8
     max_steps_ahead: int = 0
     arrivals_claim_slots: bool = False
+    sliding_window: int = 0
 
     def __post_init__(self) -> None:
         at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -71,6 +74,7 @@ class SchedulerConfig(PolicyConfig):
             )
         at_least("max_steps_ahead", self.max_steps_ahead, 0)
         at_least("num_host_pages", self.num_host_pages, 0)
+        at_least("sliding_window", self.sliding_window, 0)
         self.check_policies()
         if (self.preemption in SWAPPING_PREEMPTIONS) != (self.num_host_pages > 0):
             raise ValueError(
@@ -82,6 +86,18 @@ class SchedulerConfig(PolicyConfig):
     def pages_per_seq(self) -> int:
         """Pages of a sequence of `max_model_len` tokens."""
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def most_pages_per_seq(self) -> int:
+        """Pages that a sequence holds at once, at most."""
+        chunk = min(self.prefill_chunk, self.max_num_batched_tokens)
+        return min(self.pages_per_seq, self.pages_spanned(max(chunk, self.max_decode_steps)))
+
+    def pages_spanned(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` successive tokens and all that they see lie in, at most."""
+        if not self.sliding_window:
+            return self.pages_per_seq
+        return -(-(self.sliding_window + num_tokens - 2) // self.page_size) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +190,13 @@ class EngineConfig(PolicyConfig):
         return self.preemption in SWAPPING_PREEMPTIONS
 
     def scheduler_config(
-        self, *, max_model_len: int, num_pages: int, num_host_pages: int | None = None
+        self, *, max_model_len: int, num_pages: int, num_host_pages: int | None = None, sliding_window: int = 0
     ) -> SchedulerConfig:
         """The scheduler's share, once context length and pool sizes are known.
 
         Args:
           num_host_pages: None: as few as the preemption mode allows.
+          sliding_window: of the model, see `SchedulerConfig`.
 
         Raises:
           ValueError: chunked prefill is off and the token budget cannot hold a whole prompt.
@@ -203,6 +220,7 @@ class EngineConfig(PolicyConfig):
             max_queue_requests=self.max_queue_requests,
             max_queue_tokens=self.max_queue_tokens,
             max_steps_ahead=int(self.overlap),
+            sliding_window=sliding_window,
             **{name: getattr(self, name) for name in POLICY_FIELDS},
         )
 

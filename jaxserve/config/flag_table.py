@@ -185,6 +185,7 @@ FLAGS: tuple[Flag, ...] = (
         ("max_prefill_seqs", _COUNT, "most requests with a prompt chunk in one iteration"),
         ("max_steps_ahead", IntParser(low=0), "iterations that the host plans ahead of the device"),
         ("num_host_pages", IntParser(low=0), "pages of host memory, for preemption swap and auto"),
+        ("sliding_window", IntParser(low=0), "tokens that every layer of the model sees at most; 0: all"),
     ),
     *_engine(
         "Model",

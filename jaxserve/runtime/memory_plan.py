@@ -24,6 +24,8 @@ class MemoryPlan:
       num_pages: pages, the null page included.
       page_size: tokens per page.
       num_host_pages, host_bytes: of the host pool for swapped requests; on the host, not the device.
+      most_pages_per_seq: pages that a request holds at once, at most.
+      sliding_window: tokens that bound it; 0: none do, a request holds the pages of all its tokens.
     """
 
     limit_bytes: int
@@ -35,6 +37,8 @@ class MemoryPlan:
     page_size: int
     num_host_pages: int = 0
     host_bytes: int = 0
+    most_pages_per_seq: int = 0
+    sliding_window: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -55,6 +59,9 @@ class MemoryPlan:
             ("tokens held at once", f"{self.max_tokens:,}"),
             ("allowed (memory_fraction)", format_bytes(self.limit_bytes)),
         ]
+        if self.sliding_window:
+            label = f"pages of a request, by its window of {self.sliding_window:,} tokens"
+            rows.append((label, f"{self.most_pages_per_seq:,} at most"))
         if self.num_host_pages:
             rows.append((f"host pool (swap_space): {self.num_host_pages} pages", format_bytes(self.host_bytes)))
         return rows
@@ -96,6 +103,8 @@ def make_plan(
     most_pages: int,
     num_host_pages: int = 0,
     host_bytes: int = 0,
+    most_pages_per_seq: int = 0,
+    sliding_window: int = 0,
 ) -> MemoryPlan:
     """Sizes the KV pool.
 
@@ -103,8 +112,9 @@ def make_plan(
       allowed_bytes: memory that may be used in all.
       page_bytes: bytes of one page.
       num_pages: the caller's choice; None: as many as fit.
-      most_pages: pages beyond which no request set can use more (slots x pages per sequence + null page).
-      num_host_pages, host_bytes: passed on.
+      most_pages: pages beyond which no request set can use more (slots x pages that a sequence holds at once + null
+        page).
+      num_host_pages, host_bytes, most_pages_per_seq, sliding_window: passed on.
 
     Raises:
       ValueError: nothing is left for pages.
@@ -130,6 +140,8 @@ def make_plan(
         page_size=page_size,
         num_host_pages=num_host_pages,
         host_bytes=host_bytes,
+        most_pages_per_seq=most_pages_per_seq,
+        sliding_window=sliding_window,
     )
 
 
@@ -159,7 +171,7 @@ def num_host_pages(swap_space: float, page_bytes: int, limits: SchedulerConfig) 
             f"swap_space is {swap_space:g} GiB; a page is {format_bytes(page_bytes)}: raise swap_space, or set"
             " preemption to recompute"
         )
-    return min(fitting, (limits.max_num_seqs + limits.max_queue_requests) * limits.pages_per_seq)
+    return min(fitting, (limits.max_num_seqs + limits.max_queue_requests) * limits.most_pages_per_seq)
 
 
 def format_bytes(count: int) -> str:

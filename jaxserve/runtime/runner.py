@@ -138,7 +138,8 @@ class ModelRunner:
             dtype=config.dtype,
             max_decode_steps=config.max_decode_steps,
         )
-        shape = config.scheduler_config(max_model_len=max_model_len, num_pages=2)
+        window = model_config.widest_window or 0
+        shape = config.scheduler_config(max_model_len=max_model_len, num_pages=2, sliding_window=window)
         self.buckets = BucketTable(
             shape,
             decode=config.decode_buckets,
@@ -150,6 +151,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             num_pages=self.memory_plan.num_pages,
             num_host_pages=self.memory_plan.num_host_pages,
+            sliding_window=window,
         )
         self._builder = TableBuilder(self.scheduler_config, self.buckets)
         self._swapper: PageSwapper | None = None
@@ -222,6 +224,9 @@ class ModelRunner:
         config = self.scheduler_config
         if len(token_ids) > config.max_model_len:
             raise ValueError(f"{len(token_ids)} tokens; max_model_len is {config.max_model_len}")
+        usable = config.num_pages - 1
+        if usable < config.most_pages_per_seq:
+            raise ValueError(f"{usable} pages; one prompt may need {config.most_pages_per_seq}: raise num_pages")
         bucket = Bucket(0, min(config.prefill_chunk, config.max_num_batched_tokens), 1, config.pages_per_seq)
         program = self._programs.compile_prompt_logits(bucket, config.num_pages)
         layout = self._builder.layout(bucket)
@@ -233,7 +238,8 @@ class ModelRunner:
             fields["prefill_position"][: len(chunk)] = range(start, start + len(chunk))
             fields["prefill_starts"][1:] = len(chunk)
             fields["prefill_context"][0] = start + len(chunk)
-            fields["prefill_pages"][0] = range(1, config.pages_per_seq + 1)
+            # Pages that a chunk does not see any more are written again.
+            fields["prefill_pages"][0] = [1 + index % usable for index in range(config.pages_per_seq)]
             self._pool, logits = program(self._params, self._pool, self._state.last_token, ints)
             yield np.asarray(logits)[: len(chunk)]
 
@@ -352,7 +358,7 @@ class ModelRunner:
             free = free // self._mesh.size + weights * is_loaded
         page_bytes = self._kv.bytes_on_a_device(1)
         state = abstract_slot_state(config.max_num_seqs, self._model_config.vocab_size)
-        most_pages = config.max_num_seqs * shape.pages_per_seq + 1
+        most_pages = config.max_num_seqs * shape.most_pages_per_seq + 1
         allowed = int(free * config.memory_fraction)
         host_pages = 0
         if config.swaps:
@@ -379,6 +385,8 @@ class ModelRunner:
             most_pages=most_pages,
             num_host_pages=host_pages,
             host_bytes=host_pages * self.page_bytes,
+            most_pages_per_seq=shape.most_pages_per_seq,
+            sliding_window=shape.sliding_window,
         )
 
 

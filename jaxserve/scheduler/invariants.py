@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
@@ -77,12 +78,13 @@ def _check_pages(scheduler: SchedulerState) -> None:
     for sequence in holders.values():
         for page in sequence.pages:
             holders_of.setdefault(page, []).append(sequence.request_id)
-        needed = -(-sequence.num_scheduled // scheduler.config.page_size)
+        needed = -(-sequence.num_scheduled // scheduler.config.page_size) - sequence.num_passed_pages
         if sequence.host_pages:
             assert not sequence.pages and sequence in scheduler._waiting, f"{sequence.request_id} is not swapped out"
             assert len(sequence.host_pages) == needed, f"{sequence.request_id}: {sequence.host_pages} of {needed}"
         elif not sequence.restarted and (sequence.finish_reason is None or sequence.pages):
             assert len(sequence.pages) == needed, f"{sequence.request_id} has {len(sequence.pages)} pages, not {needed}"
+        _check_passed(scheduler.config, sequence)
         assert sequence.num_promised_pages >= 0, f"{sequence.request_id} is owed {sequence.num_promised_pages} pages"
     pages = scheduler._pages
     for page, ids in holders_of.items():
@@ -90,6 +92,12 @@ def _check_pages(scheduler: SchedulerState) -> None:
         assert pages.num_owners(page) == len(ids), f"page {page} counts {pages.num_owners(page)} owners, has {ids}"
         assert len(ids) == 1 or scheduler.config.enable_prefix_caching, f"page {page} belongs to {ids}"
         assert not pages.cache.is_idle(page), f"page {page} of {ids} counts as let go"
+    if scheduler.config.sliding_window:
+        giving = {page for sequence in holders.values() if sequence.gives_pages_back for page in sequence.pages}
+        of_giving = [page for sequence in holders.values() if sequence.gives_pages_back for page in sequence.pages]
+        others = {page for sequence in holders.values() if not sequence.gives_pages_back for page in sequence.pages}
+        extra = len(of_giving) + len(others) - len(giving | others)
+        assert pages.num_extra == extra, f"shared pages count {pages.num_extra} times more than once, not {extra}"
     assert len(holders_of) == scheduler.pages_owned, f"{scheduler.pages_owned} pages owned, {len(holders_of)} are held"
     on_host = [page for sequence in holders.values() for page in sequence.host_pages]
     assert len(set(on_host)) == len(on_host), f"host pages {sorted(on_host)} have two owners"
@@ -98,8 +106,20 @@ def _check_pages(scheduler: SchedulerState) -> None:
     promised = sum(sequence.num_promised_pages for sequence in holders.values())
     assert promised == scheduler._reservation.num_promised, f"{promised} pages are promised, counted otherwise"
     if scheduler.config.reservation != "exact":  # there only the worst moment has to fit
-        available = pages.num_available
-        assert promised <= available, f"{promised} pages are promised, {available} are available"
+        assert promised <= pages.num_promisable, f"{promised} pages are promised, {pages.num_promisable} may be"
+
+
+def _check_passed(config: SchedulerConfig, sequence: Sequence) -> None:
+    """Pages given back are those that no row to come sees; those left are few."""
+    if not config.sliding_window:
+        assert not sequence.num_passed_pages and not sequence.gives_pages_back, f"{sequence.request_id} gave pages back"
+        return
+    held = max(len(sequence.pages), len(sequence.host_pages))
+    assert held <= config.most_pages_per_seq, f"{sequence.request_id} holds {held} pages at once"
+    if not sequence.restarted:
+        unseen = max(sequence.num_scheduled + 1 - config.sliding_window, 0)
+        passed = sequence.num_passed_pages
+        assert passed * config.page_size <= unseen, f"{sequence.request_id} gave {passed} pages of {unseen} tokens back"
 
 
 def _ids(sequences: list[Sequence]) -> list[str]:

@@ -101,7 +101,10 @@ class PrefillChunk:
 
 
 class PageUpdate(NamedTuple):
-    """Pages written into a slot's page table from index `first` on; order is token order."""
+    """Pages written into a slot's page table from index `first` on; order is token order.
+
+    Page 0, the null page, stands for a page that was given back: no layer sees its tokens any more.
+    """
 
     slot: int
     first: int

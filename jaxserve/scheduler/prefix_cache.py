@@ -4,8 +4,9 @@ A full page's content depends on its tokens and on all before them, so its name 
 and the name of the page before: equal names, equal K and V. The chain starts from the tenant and the
 request's salt; who shares neither cannot find, nor time, another's pages.
 
-A page is entered once its K and V are written, and leaves when it is evicted. Of two pages of the same
-name the first is kept in the index.
+A page is entered once its K and V are written, or when it is given back before that, as no layer of the model sees
+its tokens any more: who finds it runs after the step that writes it. It leaves when it is evicted. Of two pages of
+the same name the first is kept in the index.
 """
 
 from __future__ import annotations
@@ -68,6 +69,20 @@ class PrefixCache:
                 break
             pages.append(page)
         return pages
+
+    def find_last(self, names: Sequence[bytes], count: int) -> tuple[int, list[int]]:
+        """Where all that is seen after the first of `names` are the `count` before: the longest beginning that will do.
+
+        Returns:
+          Number of the first page, and the pages: the last `count` of the beginning, or all of a shorter one.
+        """
+        end = len(names)
+        for index in range(len(names), 0, -1):
+            if end - index == count:
+                return index, [self._page_of[name] for name in names[index:end]]
+            if names[index - 1] not in self._page_of:
+                end = index - 1
+        return 0, [self._page_of[name] for name in names[:end]]
 
     def retire(self, page: int) -> None:
         """A page that has an entry lost its last owner; it is kept."""

@@ -23,8 +23,11 @@ class RowPlanner(SchedulerState):
             outputs = len(sequence.output_token_ids)
             cached = sequence.num_cached_tokens
             placements.append(Placement(sequence.request_id, slot, outputs, sequence.last_token_id, cached))
-            if sequence.pages:
-                pages.append(PageUpdate(slot, 0, tuple(sequence.pages)))
+            if sequence.num_pages:
+                pages.append(PageUpdate(slot, 0, (0,) * sequence.num_passed_pages + tuple(sequence.pages)))
+        for sequence, slot, first, count in self._passed:
+            if sequence.slot == slot and slot not in self._unplaced:
+                pages.append(PageUpdate(slot, first, (0,) * count))
         self._unplaced = {}
         return placements, pages
 
@@ -70,7 +73,7 @@ class RowPlanner(SchedulerState):
             self._reservation.cover(sequence, count)
             sequence.num_in_flight += 1
             sequence.num_scheduled = position + count
-            lacking = -(-sequence.num_scheduled // self.config.page_size) - len(sequence.pages)
+            lacking = -(-sequence.num_scheduled // self.config.page_size) - sequence.num_pages
             if lacking > 0:
                 self._take_pages(sequence, lacking, pages)
             if sequence.fully_scheduled:
@@ -93,7 +96,7 @@ class RowPlanner(SchedulerState):
         sequence.num_scheduled = end
         if sequence.first_scheduled_at is None:  # a decode row is never the first
             sequence.first_scheduled_at = now
-        lacking = -(-end // self.config.page_size) - len(sequence.pages)
+        lacking = -(-end // self.config.page_size) - sequence.num_pages
         if lacking > 0:
             self._take_pages(sequence, lacking, pages)
         chunk = PrefillChunk(
@@ -115,13 +118,15 @@ class RowPlanner(SchedulerState):
     def _take_pages(self, sequence: Sequence, count: int, pages: list[PageUpdate]) -> None:
         """Turns `count` promised pages into held ones; the plan tells the device."""
         self._reservation.take(sequence, count)
-        new = self._pages.allocate(count)
-        pages.append(PageUpdate(sequence.slot, len(sequence.pages), tuple(new)))
+        new = self._pages.allocate(count, passing=sequence.gives_pages_back)
+        pages.append(PageUpdate(sequence.slot, sequence.num_pages, tuple(new)))
         sequence.pages += new
 
     def _take_page_each(self, sequences: Items[Sequence], pages: list[PageUpdate]) -> None:
         """`_take_pages` of one page for several sequences."""
         self._reservation.take_one_each(sequences)
         for sequence, page in zip(sequences, self._pages.allocate(len(sequences)), strict=True):
-            pages.append(PageUpdate(sequence.slot, len(sequence.pages), (page,)))
+            pages.append(PageUpdate(sequence.slot, sequence.num_pages, (page,)))
             sequence.pages.append(page)
+            if sequence.gives_pages_back:
+                self._pages.will_pass(page)

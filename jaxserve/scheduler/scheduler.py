@@ -54,7 +54,9 @@ are dropped. Updates come in the order of the plans.
 
 The device runs steps in order and results return by row, not by slot. So a slot is free for the next
 plan as soon as its holder needs no more rows. A page is freed later, when no step in flight can touch
-it, but for those of a swapped request: their copy to the host stands in the stream, before their next use.
+it, but for those of a swapped request: their copy to the host stands in the stream, before their next use;
+and for those that a sliding window has left behind: no plan reads them from the one on whose first token
+of the request does not see them, and `schedule` begins by giving them back.
 
 What may never happen
 ---------------------
@@ -62,6 +64,7 @@ What may never happen
   decode-ready slot goes without.
 - An empty plan while some request holds a slot, unless all lack pages that a step in flight is to return.
 - A page of two owners that the prefix cache did not join, or page 0 owned; more pages promised than there are.
+- A page given back that a row to come sees; more pages held at once than a chunk and its window span.
 - A request left waiting for ever: every step either gives the front a slot or brings a holder nearer its end,
   and between two preemptions a request gains a token.
 - A plan of several steps while somebody waits; a token of it beyond its request's end.
@@ -133,6 +136,8 @@ class Scheduler(RowLander):
         return plan
 
     def _plan(self, now: float) -> StepPlan:
+        if self.config.sliding_window:
+            self._pass_pages()
         starved = self._secure_pages() if self._reservation.grows else ()
         waits_for = self._promote(now)
         if not self._running:
@@ -163,6 +168,7 @@ class Scheduler(RowLander):
             )
             self._preempted = []
             self._swaps = []
+            self._passed = []
             self._num_plans += 1
         return plan
 

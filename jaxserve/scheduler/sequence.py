@@ -26,7 +26,9 @@ class Sequence:
       num_scheduled: tokens whose K/V is written or will be by a step in flight; K/V of tokens
         [0, num_scheduled) is valid for the next plan.
       output_token_ids: tokens the host has seen; trails by the steps in flight.
-      pages: pages held, in token order.
+      gives_pages_back: some of its pages are given back before its end, as no layer sees their tokens any more.
+      num_passed_pages: pages, from the first, that were given back so.
+      pages: pages held, in token order, from page `num_passed_pages` of its tokens on.
       host_pages: of the host pool, likewise, while it is swapped out; it holds no others then.
       num_promised_pages: pages it does not hold yet and will find free (see `reservations`).
       num_in_flight: plans not yet updated that carry a row of it.
@@ -45,10 +47,12 @@ class Sequence:
     request: Request
     arrival: int
     arrived_at: float
+    gives_pages_back: bool = False
     slot: int = NO_SLOT
     turn: int = -1
     num_scheduled: int = 0
     output_token_ids: list[int] = field(default_factory=list)
+    num_passed_pages: int = 0
     pages: list[int] = field(default_factory=list)
     host_pages: list[int] = field(default_factory=list)
     num_promised_pages: int = 0
@@ -87,6 +91,11 @@ class Sequence:
     def num_known_tokens(self) -> int:
         """Prompt and the output tokens the host has seen."""
         return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages it has had for its tokens: those given back and those held."""
+        return self.num_passed_pages + len(self.pages)
 
     @property
     def decode_ready(self) -> bool:

@@ -85,6 +85,7 @@ class SchedulerState:
         self._unplaced: dict[int, Sequence] = {}  # by slot: took it since the last plan
         self._preempted: list[str] = []  # since the last plan
         self._swaps: list[PageSwap] = []  # likewise
+        self._passed: list[tuple[Sequence, int, int, int]] = []  # likewise: whose pages, slot, first page, count
         self._in_flight: deque[Flight] = deque()
         self._num_arrivals = 0
         self._num_plans = 0
@@ -188,35 +189,44 @@ class SchedulerState:
 
     def _reserve(self, sequence: Sequence, victim: Sequence | None = None) -> bool:
         """Promises a sequence its pages and gives it those that the prefix cache has; False: no change."""
-        shared = self._cached_pages(sequence)
-        if not self._reservation.reserve(sequence, self._running.values(), victim=victim, shared=shared):
+        first, shared = self._cached_pages(sequence)
+        running = self._running.values()
+        if not self._reservation.reserve(sequence, running, victim=victim, shared=shared, first=first):
             return False
         if shared:
-            self._pages.share(shared)
+            self._pages.share(shared, passing=sequence.gives_pages_back)
             sequence.pages += shared
-            sequence.num_named_pages = len(shared)
-        if shared and not sequence.host_pages:
-            sequence.num_scheduled = len(shared) * self.config.page_size
+            sequence.num_named_pages = first + len(shared)
+        sequence.num_passed_pages = first
+        if sequence.num_pages and not sequence.num_scheduled:
+            sequence.num_scheduled = sequence.num_pages * self.config.page_size
             self.counters.cached_tokens += sequence.num_scheduled
             if not sequence.num_preemptions:
                 sequence.num_cached_tokens = sequence.num_scheduled
         return True
 
-    def _cached_pages(self, sequence: Sequence) -> list[int]:
+    def _cached_pages(self, sequence: Sequence) -> tuple[int, list[int]]:
         """Pages of its beginning; the last token is always computed, and so are prompts that want scores.
 
-        Of one that was swapped out, the pages that are still there need not be copied back.
+        Of one that was swapped out, the pages that are still there need not be copied back. With a sliding window the
+        pages before a token and its window are not needed: a beginning is found by its last pages.
+
+        Returns:
+          Number of the first page, and the pages.
         """
-        if not self.config.enable_prefix_caching or sequence.pages:
-            return []
+        config, passed = self.config, sequence.num_passed_pages
+        if not config.enable_prefix_caching or sequence.pages:
+            return passed, []
         if sequence.host_pages:
-            count = sequence.num_scheduled // self.config.page_size
+            count = sequence.num_scheduled // config.page_size
         elif sequence.num_scheduled or sequence.request.params.prompt_logprobs is not None:
-            return []
+            return passed, []
         else:
-            count = (sequence.num_known_tokens - 1) // self.config.page_size
+            count = (sequence.num_known_tokens - 1) // config.page_size
         self._name_pages(sequence, count)
-        return self._pages.cache.find(sequence.page_names[:count])
+        if config.sliding_window and not sequence.host_pages:
+            return self._pages.cache.find_last(sequence.page_names[:count], config.pages_spanned(1) - 1)
+        return passed, self._pages.cache.find(sequence.page_names[passed:count])
 
     def _name_pages(self, sequence: Sequence, count: int) -> None:
         size, names = self.config.page_size, sequence.page_names
@@ -228,9 +238,39 @@ class SchedulerState:
         """Enters the full pages among the first `num_written` tokens in the prefix cache."""
         count = num_written // self.config.page_size
         self._name_pages(sequence, count)
-        for index in range(sequence.num_named_pages, count):
-            self._pages.cache.enter(sequence.page_names[index], sequence.pages[index])
-        sequence.num_named_pages = count
+        passed = sequence.num_passed_pages
+        for index in range(max(sequence.num_named_pages, passed), count):
+            self._pages.cache.enter(sequence.page_names[index], sequence.pages[index - passed])
+        sequence.num_named_pages = max(sequence.num_named_pages, count)
+
+    def _pass_pages(self) -> None:
+        """Gives back what no plan from now on reads; the next plan tells the device, whose steps run in order."""
+        size = self.config.page_size
+        least = size + self.config.sliding_window - 1
+        running = self._running.values()
+        for sequence in [each for each in running if each.num_scheduled - each.num_passed_pages * size >= least]:
+            first = sequence.num_passed_pages
+            count = self._give_passed(sequence)
+            self._passed.append((sequence, sequence.slot, first, count))
+
+    def _give_passed(self, sequence: Sequence) -> int:
+        """Gives back the pages whose tokens the next row of `sequence` does not see; how many."""
+        if not sequence.gives_pages_back:
+            return 0
+        config = self.config
+        passed = max(sequence.num_scheduled + 1 - config.sliding_window, 0) // config.page_size
+        count = passed - sequence.num_passed_pages
+        if not count:
+            return 0
+        if config.enable_prefix_caching:
+            # A step in flight may still have to write them. Its tokens are not all known if it has several steps.
+            known = max(sequence.num_prompt_tokens, sequence.num_known_tokens - 1)
+            self._remember_pages(sequence, min(passed * config.page_size, known))
+        self._pages.release(sequence.pages[:count], passing=True)
+        del sequence.pages[:count]
+        sequence.num_passed_pages = passed
+        self._reservation.passed(sequence, count)
+        return count
 
     def _remember_written(self, flight: Flight) -> None:
         """A step came back: what it wrote can be shared from now on."""
@@ -291,6 +331,7 @@ class SchedulerState:
         victim.num_setbacks += 1
         self.counters.preemptions += 1
         self._preempted.append(victim.request_id)
+        self._give_passed(victim)
         mode = self._preemption.mode_for(victim)
         if mode == "swap":
             self._swap_out(victim)
@@ -306,7 +347,7 @@ class SchedulerState:
         victim.host_pages = self._host_pages.allocate(len(victim.pages))
         self._swap(victim, True, victim.pages, victim.host_pages)
         self._reservation.release(victim)
-        self._pages.release(victim.pages)
+        self._pages.release(victim.pages, passing=victim.gives_pages_back)
         victim.pages = []
         victim.num_named_pages = 0
 
@@ -316,7 +357,7 @@ class SchedulerState:
         lacking = sequence.host_pages[num_shared:]
         if lacking:
             self._reservation.take(sequence, len(lacking))
-            pages = self._pages.allocate(len(lacking))
+            pages = self._pages.allocate(len(lacking), passing=sequence.gives_pages_back)
             self._swap(sequence, False, pages, lacking)
             sequence.pages += pages
         self._free_host_pages(sequence)
@@ -334,6 +375,6 @@ class SchedulerState:
         self._reservation.release(sequence)
         if sequence.num_in_flight:
             return
-        self._pages.release(sequence.pages)
+        self._pages.release(sequence.pages, passing=sequence.gives_pages_back)
         sequence.pages = []
-        sequence.num_named_pages = 0
+        sequence.num_passed_pages = sequence.num_named_pages = 0

@@ -20,7 +20,7 @@ class StepFeatures:
 
     Attributes:
       decode_rows: rows with one token each.
-      decode_context: K/V tokens the decode rows read, their own included.
+      decode_context: K/V tokens the decode rows read, their own included; here and below those in the sliding window.
       prefill_tokens: prompt tokens computed.
       prefill_attention: sum over prefill tokens of the tokens each attends to, itself included.
       prefill_context: K/V tokens the chunks read, each chunk's once: its end position.
@@ -39,41 +39,56 @@ class StepFeatures:
     dispatches: int = 1
 
 
-def plan_s(cost_model: CostModel, plan: StepPlan, decode_tokens: tuple[int, ...]) -> tuple[float, int]:
+def plan_s(
+    cost_model: CostModel, plan: StepPlan, decode_tokens: tuple[int, ...], sliding_window: int = 0
+) -> tuple[float, int]:
     """Seconds of a plan, and its steps that run.
 
     Args:
       decode_tokens: that each row of a plan of several steps brings; the last row to end ends it.
+      sliding_window: of the scheduler's settings.
     """
     if plan.num_steps == 1:
-        return cost_model.step_s(features_of(plan)), 1
+        return cost_model.step_s(features_of(plan, sliding_window)), 1
     num_steps = max(*decode_tokens, 1)
-    return sum(cost_model.step_s(_decode_step(plan, decode_tokens, step)) for step in range(num_steps)), num_steps
+    steps = (_decode_step(plan, decode_tokens, step, sliding_window) for step in range(num_steps))
+    return sum(map(cost_model.step_s, steps)), num_steps
 
 
-def _decode_step(plan: StepPlan, decode_tokens: tuple[int, ...], step: int) -> StepFeatures:
+def _decode_step(plan: StepPlan, decode_tokens: tuple[int, ...], step: int, sliding_window: int) -> StepFeatures:
     """What one of several decode steps makes the device do; one that no row has a part in is the first."""
     pairs = zip(plan.decode.positions, decode_tokens, strict=True)
-    contexts = [position + step + 1 for position, count in pairs if count > step] or [1]
+    contexts = [tokens_seen(position + step, 1, sliding_window) for position, count in pairs if count > step] or [1]
     return StepFeatures(
         decode_rows=len(contexts), decode_context=sum(contexts), emitted=len(contexts), dispatches=int(step == 0)
     )
 
 
-def features_of(plan: StepPlan) -> StepFeatures:
+def tokens_seen(first: int, count: int, sliding_window: int) -> int:
+    """Tokens that each of `count` tokens from position `first` on attends to, itself included, added up; 0: all."""
+    seen = first * count + count * (count + 1) // 2
+    if sliding_window:
+        before, after = max(first - sliding_window, 0), max(first + count - sliding_window, 0)
+        seen -= after * (after + 1) // 2 - before * (before + 1) // 2
+    return seen
+
+
+def features_of(plan: StepPlan, sliding_window: int = 0) -> StepFeatures:
     """What a plan makes the device do in its first step."""
     tokens = attention = context = emitted = 0
     for chunk in plan.prefill:
         count = len(chunk.token_ids)
         tokens += count
-        # Token i of the chunk attends to start + i + 1 tokens.
-        attention += chunk.start * count + count * (count + 1) // 2
-        context += chunk.start + count
+        attention += tokens_seen(chunk.start, count, sliding_window)
+        context += min(chunk.end, sliding_window - 1 + count) if sliding_window else chunk.end
         emitted += chunk.emits
     rows = len(plan.decode)
+    decode_context = sum(plan.decode.positions) + rows
+    if sliding_window:
+        decode_context = sum([min(position + 1, sliding_window) for position in plan.decode.positions])
     return StepFeatures(
         decode_rows=rows,
-        decode_context=sum(plan.decode.positions) + rows,
+        decode_context=decode_context,
         prefill_tokens=tokens,
         prefill_attention=attention,
         prefill_context=context,

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler.trace_reader import TraceReader
-from jaxserve.sim.cost_model import LinearCost
+from jaxserve.sim.cost_model import LinearCost, tokens_seen
 from jaxserve.sim.fixed_workload import read_trace
 
 MIN_ITERATIONS = 20
@@ -164,7 +164,7 @@ def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
     written: dict[str, int] = {}  # tokens with K/V, per id
     previous: dict[str, Any] | None = None
     began_at = updated_at = -math.inf
-    preemption = TraceReader(path).header.config.preemption
+    config = TraceReader(path).header.config
     for record in read_trace(path):
         for event in record.get("events", ()):
             if event["kind"] == "add" and event["outcome"] != "duplicate_id":
@@ -181,23 +181,25 @@ def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
                 rows.pop()
         for request_id in record["preempted"]:
             # Without its pages it begins anew, but where it was paused, which none but "pause" does.
-            if preemption != "pause" and request_id not in dict(record.get("swapped_out", ())):
+            if config.preemption != "pause" and request_id not in dict(record.get("swapped_out", ())):
                 written[request_id] = 0
-        rows.append(_work(record, prompts, written))
+        rows.append(_work(record, prompts, written, config.sliding_window))
         previous = record
     return rows[: len(durations)], durations  # nobody knows how long the last took
 
 
-def _work(record: dict[str, Any], prompts: dict[str, int], written: dict[str, int]) -> tuple[float, ...]:
+def _work(
+    record: dict[str, Any], prompts: dict[str, int], written: dict[str, int], sliding_window: int
+) -> tuple[float, ...]:
     tokens = attention = context = 0
     counts = record.get("decode_tokens") or [1] * len(record["decode"])
     for request_id, count in zip(record["decode"], counts, strict=True):
         before = max(written[request_id], prompts[request_id])
         written[request_id] = before + count
-        context += before * count + count * (count + 1) // 2
+        context += tokens_seen(before, count, sliding_window)
     for request_id, count in record["prefill"]:
         tokens += count
-        attention += written[request_id] * count + count * (count + 1) // 2
+        attention += tokens_seen(written[request_id], count, sliding_window)
         written[request_id] += count
     swapped = sum(pages for _, pages in (*record.get("swapped_out", ()), *record.get("swapped_in", ())))
     # Where every row had ended before it began, no step ran.

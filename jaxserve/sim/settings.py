@@ -50,8 +50,8 @@ def scheduler_config(
             )
     settings["prefill_chunk"] = min(chunk, budget)
     if settings["num_pages"] is None:
-        pages_per_seq = -(-settings["max_model_len"] // settings["page_size"])
-        settings["num_pages"] = num_pages or settings["max_num_seqs"] * pages_per_seq + 1
+        limits = SchedulerConfig(**settings | {"num_pages": 2})
+        settings["num_pages"] = num_pages or limits.max_num_seqs * limits.most_pages_per_seq + 1
     return SchedulerConfig(**settings)
 
 

@@ -87,6 +87,8 @@ class TableBuilder:
     def __init__(self, config: SchedulerConfig, buckets: BucketTable) -> None:
         self._num_pages = config.num_pages
         self._page_size = config.page_size
+        # Where pages are given back, the null page takes their place.
+        self._least_page = 0 if config.sliding_window else 1
         self._scratch_slot = config.max_num_seqs
         self._buckets = buckets
         self._layouts: dict[Bucket, TableLayout] = {}
@@ -189,6 +191,8 @@ class TableBuilder:
         if plan.pages:
             first, (_, width) = layout.int_fields["decode_pages"]
             for slot, index, page_ids in plan.pages:
+                if slot not in rows.slots:
+                    continue
                 assert index + len(page_ids) <= width, (plan.iteration, slot, index, page_ids, width)
                 at = first + rows.slots.index(slot) * width + index
                 ints[at : at + len(page_ids)] = page_ids
@@ -207,15 +211,15 @@ class TableBuilder:
     def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
         for placement in plan.placements:
             self._place(placement.slot, request_of(placement.request_id))
-        pages, num_pages = self._pages, self._num_pages
+        pages, num_pages, least = self._pages, self._num_pages, self._least_page
         for slot, first, page_ids in plan.pages:
             # Kernels do not check ids: one out of range would read or write some other memory.
             if len(page_ids) == 1:  # most updates: the next page of a slot whose last one is full
                 (page,) = page_ids
-                assert 0 < page < num_pages, (slot, first, page, num_pages)
+                assert least <= page < num_pages, (slot, first, page, num_pages)
                 pages[slot, first] = page
             else:
-                assert min(page_ids) > 0 and max(page_ids) < num_pages, (slot, first, page_ids, num_pages)
+                assert least <= min(page_ids) <= max(page_ids) < num_pages, (slot, first, page_ids, num_pages)
                 pages[slot, first : first + len(page_ids)] = page_ids
 
     def _place(self, slot: int, request: Request) -> None:

@@ -215,6 +215,21 @@ def test_krn_7_chunks_larger_than_the_window_see_the_window_only(backend, chunk)
         assert_close(out[: end - begin], wanted[begin:end], part)
 
 
+@pytest.mark.parametrize(("backend", "quantised"), backends_and((None, "int8"), quick=(None,)))
+@pytest.mark.parametrize("queries", [None, [3, 5, 1]], ids=["decode", "prefill"])
+def test_krn_7_the_null_page_stands_for_pages_before_the_window(backend, queries, quantised):
+    """All that the first query of a row does not see was given back; neither that nor the null page is read."""
+    size = backend.page_size
+    window, contexts = size + size // 2, [4 * size + 1, 4 * size, 5 * size - 1]
+    case = case_of(backend, contexts, queries, quantised=quantised, spare_pages=4)
+    null = next(page for page in range(case.pool.shape[1]) if page not in case.page_table)  # full of poison
+    for row, (context, count) in enumerate(zip(contexts, queries or [1] * 3, strict=True)):
+        passed = (context - count + 1 - window) // size
+        assert passed > 0
+        case.page_table[row, :passed] = null
+    assert_close(backend.run(case, sliding_window=window), dense(case, sliding_window=window), case)
+
+
 @every_backend
 def test_layer_may_be_a_number_or_traced(backend):
     case = case_of(backend, [5, 9])

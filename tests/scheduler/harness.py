@@ -16,6 +16,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.config.policy_config import GROWING_RESERVATIONS
 from jaxserve.core import Rejection, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult, TokenEvent
+from jaxserve.scheduler.plan import DecodeRow, PrefillChunk
 from jaxserve.scheduler.step_time import StepTimeModel
 
 STOP_ID = 1007
@@ -58,6 +59,7 @@ class FakeDevice:
 
     def __init__(self, config: SchedulerConfig, sample: Callable[[str, int], int]) -> None:
         self._page_size = config.page_size
+        self._window = config.sliding_window
         self._runs_several = config.max_decode_steps > 1
         self._tables: list[dict[int, int]] = [{} for _ in range(config.max_num_seqs)]
         self._last_token = [-1] * config.max_num_seqs
@@ -89,7 +91,7 @@ class FakeDevice:
             self._last_token[placement.slot] = placement.last_token_id
         for update in plan.pages:
             for index, page in enumerate(update.page_ids, update.first):
-                assert page != 0, f"slot {update.slot} got the null page"
+                assert page != 0 or self._window, f"slot {update.slot} got the null page"
                 self._tables[update.slot][index] = page
         if plan.num_steps > 1:
             assert not plan.prefill
@@ -101,10 +103,9 @@ class FakeDevice:
         for request_id, slot, start, end in spans:
             for position in range(start, end):
                 self._memory[self._place(slot, position)] = content_of(request_id, position)
-        for request_id, slot, _, end in spans:
-            for position in range(end):
-                found = self._memory.get(self._place(slot, position))
-                assert found == content_of(request_id, position), f"{request_id} finds {found} at {position}"
+        for row in (*decode, *plan.prefill):
+            start = row.position if isinstance(row, DecodeRow) else row.start
+            self._check_context(row, start, start + 1 if isinstance(row, DecodeRow) else row.end, content_of)
         for chunk in plan.prefill:
             for position, token in enumerate(chunk.token_ids, chunk.start):
                 right = content_of(chunk.request_id, position)[-1]
@@ -135,14 +136,26 @@ class FakeDevice:
                 fed, right = self._last_token[row.slot], self._sample(row.request_id, position)
                 assert fed == right, f"{row.request_id} is fed {fed} at {position}, not {right}"
                 self._memory[self._place(row.slot, position)] = content_of(row.request_id, position)
-                for at in range(position + 1):
-                    found = self._memory.get(self._place(row.slot, at))
-                    assert found == content_of(row.request_id, at), f"{row.request_id} finds {found} at {at}"
+                self._check_context(row, position, position + 1, content_of)
                 position += 1
                 run.append(self._sample(row.request_id, position))
                 self._last_token[row.slot] = run[-1]
             runs.append(tuple(run))
         return tuple(runs)
+
+    def _check_context(
+        self, row: DecodeRow | PrefillChunk, start: int, end: int, content_of: Callable[[str, int], Content]
+    ) -> None:
+        """Tokens [start, end) of a row find all that they see; pages that none of a plan's sees are the null page."""
+        first = max(start + 1 - self._window, 0) if self._window else 0
+        for position in range(first, end):
+            page, offset = self._place(row.slot, position)
+            assert page != 0, f"{row.request_id} sees the null page at {position}"
+            found = self._memory.get((page, offset))
+            assert found == content_of(row.request_id, position), f"{row.request_id} finds {found} at {position}"
+        if start == (row.position if isinstance(row, DecodeRow) else row.start):
+            passed = [self._tables[row.slot][index] for index in range(first // self._page_size)]
+            assert not any(passed), f"{row.request_id} keeps {passed} that it does not see any more"
 
     def _copy(
         self, source: dict[tuple[int, int], Content], page: int, target: dict[tuple[int, int], Content], to: int
@@ -338,5 +351,5 @@ class Harness:
         )
         for request_id in left_out:
             sequence = scheduler.sequence(request_id)
-            lacks_page = len(sequence.pages) * config.page_size == sequence.num_scheduled
+            lacks_page = sequence.num_pages * config.page_size == sequence.num_scheduled
             assert not sequence.decode_ready or (may_starve and lacks_page), f"{request_id} got no token"

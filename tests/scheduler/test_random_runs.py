@@ -71,6 +71,14 @@ def with_steps(config: SchedulerConfig, seed: int) -> SchedulerConfig:
     return replace(config, max_decode_steps=rng.randint(2, 9), max_arrival_delay_s=rng.choice([0.0, 2.5, 9.0, 1e6]))
 
 
+def with_window(config: SchedulerConfig, seed: int) -> SchedulerConfig:
+    """The same, of a model of which every layer has a sliding window, and with fewer pages."""
+    rng = random.Random(f"window {seed}")
+    config = replace(config, sliding_window=rng.choice([1, 2, 3, 4, 5, 7, 8, 9, 13, 20]))
+    least = config.most_pages_per_seq + 1
+    return replace(config, num_pages=rng.randint(least, least + 2 * config.max_num_seqs))
+
+
 def draw_request(rng: random.Random, request_id: str, harness: Harness) -> Request:
     has_classes = bool(harness.config.service_classes)
     return make_request(
@@ -87,12 +95,13 @@ def draw_request(rng: random.Random, request_id: str, harness: Harness) -> Reque
     )
 
 
-def live(seed: int, *, swaps: bool = True, steps: bool = True) -> Harness:
+def live(seed: int, *, swaps: bool = True, steps: bool = True, window: bool = False) -> Harness:
     """One run to its end, checked."""
     rng = random.Random(seed)
     config = draw_config(rng)
     config = with_swaps(config, seed) if swaps else config
-    harness = Harness(with_steps(config, seed) if steps else config, rng.randint(0, 3), sample)
+    config = with_steps(config, seed) if steps else config
+    harness = Harness(with_window(config, seed) if window else config, rng.randint(0, 3), sample)
     if harness.config.max_decode_steps > 1:
         harness.measure()
     admitted: dict[str, Request] = {}
@@ -116,12 +125,12 @@ def live(seed: int, *, swaps: bool = True, steps: bool = True) -> Harness:
     return harness
 
 
-def lives(seeds: range) -> Counter[str]:
+def lives(seeds: range, *, window: bool = False) -> Counter[str]:
     """What happened in all of them together."""
     total: Counter[str] = Counter()
     for seed in seeds:
         try:
-            harness = live(seed)
+            harness = live(seed, window=window)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         counters = harness.scheduler.counters
@@ -131,14 +140,26 @@ def lives(seeds: range) -> Counter[str]:
         total["cached_tokens"] += counters.cached_tokens
         total["displaced"] += counters.rejected.get("displaced", 0)
         total["completed"] += counters.completed
+        total["passed_pages"] += passed_pages(harness)
         total["of_several_steps"] += sum(plan.num_steps > 1 for plan in harness.plans)
     return total
+
+
+def passed_pages(harness: Harness) -> int:
+    """Page table entries that became the null page."""
+    return sum(update.page_ids == (0,) * len(update.page_ids) for plan in harness.plans for update in plan.pages)
 
 
 def test_every_combination_of_policies_brings_everyone_to_an_end() -> None:
     total = lives(range(250))
     # Seeds under which the paths in question were not taken would prove nothing.
     names = ("preemptions", "recomputed_tokens", "swapped_pages", "cached_tokens", "displaced", "of_several_steps")
+    assert all(total[name] > 50 for name in names), total
+
+
+def test_so_it_does_where_every_layer_has_a_window() -> None:
+    total = lives(range(250), window=True)
+    names = ("preemptions", "recomputed_tokens", "swapped_pages", "cached_tokens", "of_several_steps", "passed_pages")
     assert all(total[name] > 50 for name in names), total
 
 
@@ -151,3 +172,9 @@ def test_runs_that_once_got_stuck(seed: int) -> None:
 @pytest.mark.timeout(1800)
 def test_many_more_of_them() -> None:
     lives(range(1000, 6000))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_more_with_a_window() -> None:
+    lives(range(1000, 6000), window=True)

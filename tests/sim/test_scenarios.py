@@ -46,6 +46,16 @@ def test_the_command_gives_the_reference_to_the_letter(path, tmp_path, capsys):
     assert found["requests"] == expected["requests"]
 
 
+def test_a_window_bounds_the_pages_of_a_scenario():
+    long = [request("a", prompt=6, output=30), request("b", prompt=3, output=30)]
+    settings = {"page_size": 2, "num_pages": 9}
+    found = run(*long, **settings, sliding_window=4)
+    # Three pages decode, and a chunk of 3 and its window lie in four.
+    assert max(record["pages_owned"] for record in found["trace"]) <= 2 * 4
+    assert found["requests"]["a"]["result"] == found["requests"]["b"]["result"] == "completed"
+    assert run(*long, **settings)["requests"]["a"]["result"] == "rejected"
+
+
 def test_there_are_references_and_shipped_scenarios():
     assert len(REFERENCES) == 5
     assert len(SHIPPED) >= 2
