@@ -21,6 +21,7 @@ from jaxserve.models.attention import Attend
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder_layer import bind_layer
 from jaxserve.models.linear import matmul
+from jaxserve.models.lora import LoraColumns, LoraTokens, adapted, lora_columns
 from jaxserve.models.norm import rms_norm
 from jaxserve.models.rope import rope_tables
 from jaxserve.models.weights import Weight, make_params
@@ -41,6 +42,7 @@ def forward(
     attend: Attend,
     cache: Any,
     run_layers: RunLayers | None = None,
+    lora: LoraTokens | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs all layers.
 
@@ -51,7 +53,8 @@ def forward(
       positions: int32[T], write indices.
       attend: see `jaxserve.models.attention.Attend`.
       cache: handed through `attend` layer by layer.
-      run_layers: runs them instead, without `attend`.
+      run_layers: runs them instead, without `attend` and `lora`.
+      lora: whose adapter each token has; `params["adapters"]` has them.
 
     Returns:
       (hidden [T, d], cache): hidden states before the final norm.
@@ -63,17 +66,22 @@ def forward(
     layers = params["layers"]
     if run_layers is not None:
         return run_layers(layers, x, rope, cache)
+    pairs, columns = [{}] * config.num_layers, None
+    if lora is not None:
+        pairs, columns = params["adapters"]["layers"], lora_columns(params["adapters"], lora)
     if isinstance(layers, dict):
-        return _scan_layers(config, layers, x, rope, attend, cache)
+        return _scan_layers(config, layers, pairs, columns, x, rope, attend, cache)
 
     # Traced and lowered once per kind of layer and inlined by the compiler: tracing 30 layers one by one
     # takes longer than loading the compiled program from the persistent cache.
     @partial(jax.jit, static_argnames="window")
-    def run(layer_params: Params, x: jax.Array, index: jax.Array, cache: Any, window: int | None) -> Any:
-        return bind_layer(config, layer_params)(x, rope, index, attend, cache, window)
+    def run(
+        layer_params: Params, layer_pairs: Params, x: jax.Array, index: jax.Array, cache: Any, window: int | None
+    ) -> Any:
+        return bind_layer(config, adapted(layer_params, layer_pairs, columns))(x, rope, index, attend, cache, window)
 
     for index, layer_params in enumerate(layers):
-        x, cache = run(layer_params, x, jnp.int32(index), cache, window=config.sliding_windows[index])
+        x, cache = run(layer_params, pairs[index], x, jnp.int32(index), cache, window=config.sliding_windows[index])
     return x, cache
 
 
@@ -162,22 +170,33 @@ def pack_kernels(config: ModelConfig, params: Params) -> Params:
 
 
 def _scan_layers(
-    config: ModelConfig, layers: Params, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
+    config: ModelConfig,
+    layers: Params,
+    pairs: Any,
+    columns: LoraColumns | None,
+    x: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    cache: Any,
 ) -> tuple[jax.Array, Any]:
     # The body holds one period of the window pattern: a window is static, the layer index is not.
     period = _window_period(config)
     groups = config.num_layers // period
-    layers = jax.tree.map(lambda leaf: leaf.reshape(groups, period, *leaf.shape[1:]), layers)
+    both = (layers, {} if columns is None else pairs)
+    both = jax.tree.map(lambda leaf: leaf.reshape(groups, period, *leaf.shape[1:]), both)
 
-    def body(carry: tuple[jax.Array, Any], group: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Any], None]:
+    def body(
+        carry: tuple[jax.Array, Any], group: tuple[jax.Array, tuple[Params, Params]]
+    ) -> tuple[tuple[jax.Array, Any], None]:
         x, cache = carry
         number, group_params = group
         for offset in range(period):
-            layer = bind_layer(config, jax.tree.map(lambda leaf: leaf[offset], group_params))  # noqa: B023
+            layer_params, layer_pairs = jax.tree.map(lambda leaf: leaf[offset], group_params)  # noqa: B023
+            layer = bind_layer(config, adapted(layer_params, layer_pairs, columns))
             x, cache = layer(x, rope, number * period + offset, attend, cache, config.sliding_windows[offset])
         return (x, cache), None
 
-    (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(groups, dtype=jnp.int32), layers))
+    (x, cache), _ = jax.lax.scan(body, (x, cache), (jnp.arange(groups, dtype=jnp.int32), both))
     return x, cache
 
 
