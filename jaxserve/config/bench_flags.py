@@ -57,6 +57,8 @@ BENCH_FLAGS: tuple[Flag, ...] = (
             None,
             "offline: as the server's flag, 1; decode_steps: values to compare, each with the first, 1,8",
         ),
+        ("adapters", ListParser(IntParser(low=0)), (0, 1, 4), "lora: numbers of adapters in a batch to measure"),
+        ("lora_rank", _COUNT, 16, "lora: rank of the adapters"),
         ("policies", ListParser(ChoiceParser(POLICIES)), POLICIES, "scheduler: orders of the waiting queue to measure"),
         ("running", _COUNTS, (8, 64, 256, 1024), "scheduler: numbers of running requests to measure"),
         (

@@ -18,6 +18,7 @@ MATMUL_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
 DECODER_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
 QUANTIZATIONS = ("gguf", "int8", "int4")
 MAX_PAGE_SIZE = 256
+MAX_LORA_RANK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,10 @@ class EngineConfig(PolicyConfig):
       kv_cache_dtype: of KV pages; "auto" is `dtype`, "fp8" is float8_e4m3fn. int8 and fp8 keep a float32 scale
         per token and KV head.
       enable_prefix_caching: on unless set.
+      enable_lora: requests may name a LoRA adapter; layers then run one by one.
+      max_loras: adapters on the device at once.
+      max_lora_rank: largest rank of one.
+      lora_modules: adapters to load at the start, each as NAME=DIRECTORY.
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
       scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.
       compile_cache: folder of compiled programs; "" leaves jax's own setting; None: under the cache folder.
@@ -150,6 +155,10 @@ class EngineConfig(PolicyConfig):
     max_queue_requests: int = 256
     max_queue_tokens: int = 1 << 20
     enable_prefix_caching: bool = True
+    enable_lora: bool = False
+    max_loras: int = 4
+    max_lora_rank: int = 16
+    lora_modules: tuple[str, ...] = ()
     overlap: bool = True
     max_grammar_bytes: int = 1 << 17
     attention_implementation: str = "auto"
@@ -180,9 +189,27 @@ class EngineConfig(PolicyConfig):
         one_of("decoder_implementation", self.decoder_implementation, DECODER_IMPLEMENTATIONS)
         if self.quantization is not None:
             one_of("quantization", self.quantization, QUANTIZATIONS)
+        self._check_lora()
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)
         self.scheduler_config(max_model_len=self.max_model_len or 2, num_pages=self.num_pages or 2)
+
+    def _check_lora(self) -> None:
+        at_least("max_loras", self.max_loras, 1)
+        at_least("max_lora_rank", self.max_lora_rank, 1)
+        if self.max_lora_rank > MAX_LORA_RANK:
+            raise ValueError(f"max_lora_rank is {self.max_lora_rank}; it must be at most {MAX_LORA_RANK}")
+        object.__setattr__(self, "lora_modules", tuple(self.lora_modules or ()))
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("lora_modules is set without enable_lora; set both")
+        for module in self.lora_modules:
+            name, equals, path = module.partition("=")
+            if not (name and equals and path):
+                raise ValueError(f"lora_modules has {module!r}; it must be NAME=DIRECTORY")
+        if len(self.lora_modules) > self.max_loras:
+            raise ValueError(
+                f"lora_modules has {len(self.lora_modules)} adapters and max_loras is {self.max_loras}; raise max_loras"
+            )
 
     @property
     def swaps(self) -> bool:

@@ -282,6 +282,26 @@ FLAGS: tuple[Flag, ...] = (
         ("memory_fraction", _FLOAT, "share of the free memory for weights, workspace and KV pages"),
     ),
     *_engine(
+        "LoRA adapters",
+        ("enable_lora", _BOOL, "requests may name a LoRA adapter as their model"),
+        ("max_loras", _INT, "adapters on the device at once; memory and work grow with it"),
+        ("max_lora_rank", _INT, "largest rank of an adapter; memory and work grow with it"),
+        (
+            "lora_modules",
+            RepeatedParser(),
+            "NAME=DIRECTORY of an adapter to load at the start; may be given several times",
+        ),
+    ),
+    *_server(
+        "LoRA adapters",
+        (
+            "allow_runtime_lora_updating",
+            _BOOL,
+            False,
+            "adapters may be loaded and unloaded over HTTP, from any folder that the server can read",
+        ),
+    ),
+    *_engine(
         "Compiled shapes",
         ("decode_buckets", _COUNTS, "decode batch sizes to compile, as 1,4,8; default: chosen"),
         ("prefill_buckets", _COUNTS, "prefill token counts to compile; default: chosen"),

@@ -13,7 +13,7 @@ from absl import flags as absl_flags
 from absl.flags import BooleanParser
 
 from jaxserve.config.flag import Flag
-from jaxserve.config.flag_parsers import FromFile
+from jaxserve.config.flag_parsers import FromFile, RepeatedParser
 from jaxserve.config.flags import flags_of
 
 _QUESTIONS = frozenset(("print_config", "dry_run"))
@@ -30,7 +30,9 @@ def settings_as_flagfile(command: str, values: absl_flags.FlagValues) -> str:
         if flag.heading != heading:
             heading = flag.heading
             lines += ["", f"# {heading}"] if lines else [f"# {heading}"]
-        lines.append(_flag_line(flag, values[flag.name].value))
+        value = values[flag.name].value
+        is_list = isinstance(flag.parser, RepeatedParser) and bool(value)
+        lines += [_flag_line(flag, each) for each in (list(value or ()) if is_list else [value])]
     return "\n".join(lines)
 
 
@@ -45,7 +47,7 @@ def settings_as_json(command: str, values: absl_flags.FlagValues) -> str:
 
 
 def _flag_line(flag: Flag, value: Any) -> str:
-    if value is None or value == ():
+    if value is None or value in ((), []):
         return f"# --{flag.name}: not set"
     if flag.name in _SECRETS:
         return f"# --{flag.name}: set, and not shown"

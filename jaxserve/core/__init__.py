@@ -1,7 +1,9 @@
 """Plain values shared by every layer: requests, sampling settings, errors. Standard library only."""
 
+from jaxserve.core.adapter import Adapter
 from jaxserve.core.errors import (
     REJECTION_REASONS,
+    AdapterNotFoundError,
     CheckpointError,
     EngineDeadError,
     JaxserveError,
@@ -35,6 +37,8 @@ __all__ = [
     "MAX_TRACEPARENT",
     "NO_TERMS",
     "REJECTION_REASONS",
+    "Adapter",
+    "AdapterNotFoundError",
     "CheckpointError",
     "ChunkView",
     "CompletionOutput",

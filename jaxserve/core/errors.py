@@ -9,6 +9,7 @@ JaxserveError                  a state of the service
  ├─ NotReadyError              loading, warming up or draining: HTTP 503 + Retry-After
  ├─ MissingBucketError         a plan needs a program that was not compiled: an internal fault
  ├─ CheckpointError            a model file is damaged, short or does not fit its config
+ ├─ AdapterNotFoundError       there is no LoRA adapter of that name, or in that folder: HTTP 404
  └─ UnsupportedModelError      architecture, rope scaling or quantisation that is not known
 """
 
@@ -25,6 +26,8 @@ REJECTION_REASONS = (
     "never_fits",
     "duplicate_id",
     "unknown_class",
+    "unknown_adapter",
+    "adapter_leaving",
     "deadline",
     "deadline_infeasible",
     "draining",
@@ -85,6 +88,10 @@ class MissingBucketError(JaxserveError):
 
 class CheckpointError(JaxserveError):
     """A model file is damaged, short, or does not fit its configuration."""
+
+
+class AdapterNotFoundError(JaxserveError):
+    """There is no LoRA adapter of that name, or in that folder."""
 
 
 class UnsupportedModelError(JaxserveError):

@@ -73,6 +73,7 @@ class Submission:
       terms: what is asked of the scheduler.
       prompt: its text, when it was text.
       grammar: the engine's compiled form of `params.structured_outputs`; None: compiled when it is submitted.
+      adapter: name of a loaded LoRA adapter; "": none.
     """
 
     prompt_token_ids: list[int]
@@ -81,6 +82,7 @@ class Submission:
     terms: Terms = NO_TERMS
     prompt: str | None = None
     grammar: object | None = None
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,9 @@ class Request:
       tenant: for fairness and cache isolation.
       service_class: name of a configured `ServiceClass`, or "" for none.
       cache_salt: requests share cached pages only with those of the same tenant and salt.
+      adapter: number of its LoRA adapter, which no other that was ever loaded has; 0: none. Requests share cached pages
+        only with those of the same.
+      adapter_place: where that lies on the device; 0: none.
       grammar: compiled form of `params.structured_outputs`, for the engine alone.
       free_running: set by the engine where no token of it waits for the host: an id of `stop_ids` or `max_tokens` ends
         it and nothing else, and all that decides on a token is on the device.
@@ -118,6 +123,8 @@ class Request:
     tenant: str = ""
     service_class: str = ""
     cache_salt: str = ""
+    adapter: int = 0
+    adapter_place: int = 0
     bad_token_ids: tuple[int, ...] = ()
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     grammar: object | None = field(default=None, compare=False, repr=False)

@@ -36,6 +36,7 @@ from jaxserve.core import (
     Terms,
 )
 from jaxserve.engine.engine import Engine, Progress, Sink
+from jaxserve.engine.live_adapters import LiveAdapters
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.monitor import RequestListener
 from jaxserve.engine.output_processor import OutputDelta
@@ -66,6 +67,7 @@ class AsyncEngine:
         trace_buffer: int = 0,
     ) -> None:
         self.config = config
+        self.model_root = config.model
         self.state = "loading"
         self.progress: tuple[int, int, str] = (0, 0, "loading")
         self.error: BaseException | None = None
@@ -150,6 +152,11 @@ class AsyncEngine:
         """Forgets every cached page; live requests keep theirs."""
         self.engine.reset_prefix_cache()
 
+    @property
+    def adapters(self) -> LiveAdapters:
+        """Its LoRA adapters."""
+        return LiveAdapters(self.engine.adapters, self._raise_unless_ready, self._wake)
+
     def start_profile(self, folder: str) -> None:
         """Begins a trace of the process by jax's profiler, written into `folder` when it stops; may take seconds.
 
@@ -230,8 +237,7 @@ class AsyncEngine:
         if self.state == "dead":
             for stream in streams:
                 stream.fail(self._dead_error())
-        with self._work:
-            self._work.notify()
+        self._wake()
         return streams
 
     def abort(self, request_id: str) -> bool:
@@ -290,6 +296,10 @@ class AsyncEngine:
             engine.close()
         except BaseException as error:
             self._die(error)
+
+    def _wake(self) -> None:
+        with self._work:
+            self._work.notify()
 
     def _wait(self, engine: Engine) -> None:
         with self._work:

@@ -13,7 +13,15 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.validation import context_length
 from jaxserve.loading import ResolvedModel, abstract_weights, model_config_of, resolve_model
 from jaxserve.models import ModelConfig, param_shardings
-from jaxserve.runtime import MemoryPlan, ModelRunner, arrange_weights, enable_compile_cache, make_mesh, weights_form
+from jaxserve.runtime import (
+    MemoryPlan,
+    ModelRunner,
+    abstract_adapters,
+    arrange_weights,
+    enable_compile_cache,
+    make_mesh,
+    weights_form,
+)
 from jaxserve.tables import num_programs
 
 
@@ -80,6 +88,7 @@ def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config:
     """The parameters' shapes, dtypes and shardings."""
     loaded = abstract_weights(resolved, config.dtype, config.quantization)
     form = weights_form(config, mesh, model_config, loaded)
+    adapters = {"adapters": abstract_adapters(config, form, model_config, mesh)} if config.enable_lora else {}
 
     def shapes() -> Any:
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), loaded)
@@ -87,12 +96,14 @@ def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config:
 
     if form.startswith("packed"):
         replicated = NamedSharding(mesh, PartitionSpec())
-        return jax.tree.map(
+        packed = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), jax.eval_shape(shapes)
         )
+        return packed | adapters
 
-    return jax.tree.map(
+    plain = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         jax.eval_shape(shapes),
         param_shardings(model_config, mesh, stacked=form == "stacked"),
     )
+    return plain | adapters

@@ -27,6 +27,7 @@ from jax import block_until_ready
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import (
+    Adapter,
     EngineTotals,
     EngineView,
     FinishReason,
@@ -36,6 +37,7 @@ from jaxserve.core import (
     StructuredOutputs,
     Submission,
 )
+from jaxserve.engine.adapters import Adapters
 from jaxserve.engine.delivery import Delivery, Sink
 from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
 from jaxserve.engine.iteration import Iterations
@@ -45,7 +47,15 @@ from jaxserve.engine.startup import PROGRAMS, WEIGHTS, StartupFigures
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.validation import ModelLimits, bad_word_ids, context_length, eos_token_ids, make_requests
 from jaxserve.loading import abstract_weights, load_model, model_config_of, resolve_model
-from jaxserve.runtime import COMPILES, ModelRunner, arrange_weights, enable_compile_cache, make_mesh, weights_form
+from jaxserve.runtime import (
+    COMPILES,
+    ModelRunner,
+    arrange_weights,
+    empty_adapters,
+    enable_compile_cache,
+    make_mesh,
+    weights_form,
+)
 from jaxserve.scheduler import Scheduler, TraceWriter
 from jaxserve.text import CompiledGrammar, Tokenizer, load_tokenizer
 
@@ -96,6 +106,8 @@ class Engine:
                 quantization=config.quantization,
             )
             params = arrange_weights(loaded.params, form, loaded.config, self._mesh, consume=True)
+            if config.enable_lora:
+                params |= {"adapters": empty_adapters(config, form, loaded.config, self._mesh)}
             block_until_ready(params)
         self.model_config = loaded.config
         self.max_model_len = context_length(loaded.config.max_position_embeddings, config.max_model_len)
@@ -124,6 +136,15 @@ class Engine:
         )
         self._grammars = GrammarStates(self._tokenizer, self.limits, config.max_grammar_bytes)
         self._delivery = Delivery(self.scheduler, self.metrics, self.monitor, self._grammars, self._tokenizer)
+        self.adapters = Adapters(
+            config,
+            loaded.config,
+            self.model_name,
+            stacked=form == "stacked",
+            lock=self._lock,
+            put=self.runner.place_adapter,
+            live_places=lambda: [state.request.adapter_place for state in self._delivery.states.values()],
+        )
         self._iterations = Iterations(
             self.scheduler,
             self.runner,
@@ -144,6 +165,7 @@ class Engine:
         threading.Thread(target=self._grammars.prepare, name="vocabulary", daemon=True).start()
         with self._startup.stage(PROGRAMS):
             self.runner.warm_up(lambda done, total, what: self._progress("warm-up", done, total, what))
+        self.adapters.place_pending()
         self.metrics.set_startup(self._startup)
         self.metrics.set_compiles(COMPILES.count)
         self.ready = True
@@ -161,8 +183,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is live, or a step in flight is to be taken in."""
-        return bool(self._delivery.states) or self._iterations.num_in_flight > 0
+        """Whether a request is live, a step in flight is to be taken in, or an adapter is to be placed."""
+        return bool(self._delivery.states) or self._iterations.num_in_flight > 0 or self.adapters.has_pending
 
     @property
     def stats(self) -> EngineStats:
@@ -216,6 +238,7 @@ class Engine:
         Raises:
           ValueError: see `validation.make_requests`; or `structured_outputs`, unless the submission has it compiled,
             cannot be followed.
+          RejectedError: its adapter is not loaded.
         """
         params = submission.params
         grammar = submission.grammar
@@ -232,6 +255,7 @@ class Engine:
             service_classes=self.config.service_classes,
             draw_seed=self.draw_seed,
             grammar=grammar,
+            adapter=self._find_adapter(submission.adapter),
         )
         self._grammars.check(requests[0])
         return requests
@@ -241,7 +265,7 @@ class Engine:
 
         Raises:
           ValueError: it can never fit.
-          RejectedError: the queue is full, its id is live, or its deadline has passed.
+          RejectedError: the queue is full, its id is live, its deadline has passed, or its adapter was unloaded.
         """
         self.add_all([(request, index, sink)])
 
@@ -249,7 +273,8 @@ class Engine:
         """Queues every one of some requests, or none and to nobody's disadvantage; each is as for `add`."""
         with self._lock:
             now = self._clock()
-            rejection = self.scheduler.add_all([request for request, *_ in arrivals], now)
+            requests = [request for request, *_ in arrivals]
+            rejection = self.adapters.refusal(requests) or self.scheduler.add_all(requests, now)
             self._delivery.take_early_ends(now)
             if rejection is not None:
                 self.metrics.rejected(rejection.reason, len(arrivals))
@@ -283,13 +308,14 @@ class Engine:
             self.scheduler.reset_prefix_cache(self._clock())
 
     def step(self) -> bool:
-        """Dispatches the next iteration and takes in what came back; see `Iterations.step`.
+        """Places adapters, dispatches the next iteration and takes in what came back; see `Iterations.step`.
 
         Returns:
           Whether anything was dispatched or taken in; False when no request is live or all that were have just
           ended, and when those that are live may not run yet.
         """
-        return self._iterations.step()
+        placed = self.adapters.has_pending and self.adapters.place_pending()
+        return self._iterations.step() or placed
 
     def land(self) -> None:
         """Waits for the steps in flight and takes them in, without starting another."""
@@ -300,6 +326,13 @@ class Engine:
         if self._trace:
             self.scheduler.flush_trace()
             self._trace.close()
+
+    def _find_adapter(self, name: str) -> Adapter | None:
+        try:
+            return self.adapters.find(name)
+        except RejectedError as error:
+            self.metrics.rejected(error.rejection.reason)
+            raise
 
     def _count_compiles(self) -> None:
         self.metrics.set_compiles(COMPILES.count)

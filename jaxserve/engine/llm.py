@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxserve.config import EngineConfig
-from jaxserve.core import NO_TERMS, CompletionOutput, RequestOutput, SamplingParams, Submission, Terms
+from jaxserve.core import NO_TERMS, Adapter, CompletionOutput, RequestOutput, SamplingParams, Submission, Terms
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import append_delta
@@ -51,6 +51,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         terms: Terms | Sequence[Terms] | None = None,
+        lora: str | Sequence[str] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes prompts, in their order.
@@ -59,20 +60,23 @@ class LLM:
           prompts: text or token ids, one or several.
           params: one for all or one each.
           terms: what is asked of the scheduler (priority, service class, ...), one for all or one each.
+          lora: name of a loaded LoRA adapter, or "" for none; one for all or one each.
           use_tqdm: show a progress bar on stderr (the name is vLLM's).
 
         Raises:
           ValueError: a prompt or setting is bad; nothing has run then.
+          RejectedError: an adapter is not loaded; the same.
         """
         listed = _as_list(prompts)
         each = _one_each("sampling settings", listed, params, SamplingParams())
         terms_of_each = _one_each("terms", listed, terms, NO_TERMS)
+        lora_of_each = _one_each("adapters (lora)", listed, lora, "")
         outputs = [self._output(str(i), p, s) for i, (p, s) in enumerate(zip(listed, each, strict=True))]
         requests = [
             self.engine.make_requests(
-                Submission(output.prompt_token_ids, s, output.request_id, t), now=time.monotonic()
+                Submission(output.prompt_token_ids, s, output.request_id, t, adapter=adapter), now=time.monotonic()
             )
-            for output, s, t in zip(outputs, each, terms_of_each, strict=True)
+            for output, s, t, adapter in zip(outputs, each, terms_of_each, lora_of_each, strict=True)
         ]
         with _bar(use_tqdm) as bar:
             task = bar.add_task("generate", total=len(outputs), rate=0.0)
@@ -95,6 +99,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
+        lora: str | Sequence[str] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes conversations through the model's chat template.
@@ -103,6 +108,7 @@ class LLM:
           messages: one conversation, or several.
           tools: functions that the model may call, in OpenAI's form; calls are in the text, as the model writes them
             (`jaxserve.text.tool_calls` reads them).
+          lora: see `generate`.
 
         Raises:
           ValueError: the model has no chat template, or it refuses the messages.
@@ -110,7 +116,31 @@ class LLM:
         if messages and isinstance(messages[0], dict):
             messages = [messages]  # type: ignore[list-item]
         prompts = [self.engine.tokenizer.encode_chat(list(conversation), tools=tools) for conversation in messages]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        return self.generate(prompts, params, lora=lora, use_tqdm=use_tqdm)
+
+    @property
+    def lora_adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters that `lora` may name."""
+        return self.engine.adapters.listed
+
+    def load_lora_adapter(self, name: str, path: str) -> Adapter:
+        """Loads a LoRA adapter from PEFT's folder, under a name that no loaded one has.
+
+        Raises:
+          ValueError: the setting `enable_lora` is off, the name is bad or taken, or `max_loras` are loaded.
+          AdapterNotFoundError, CheckpointError, UnsupportedModelError: it cannot be read.
+        """
+        placed = self.engine.adapters.load(name, path)
+        self.engine.adapters.place_pending()  # the caller's thread is the one that steps
+        return placed.result()
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Frees an adapter's place and name.
+
+        Raises:
+          AdapterNotFoundError: none of that name is loaded.
+        """
+        self.engine.adapters.unload(name)
 
     def _output(self, request_id: str, prompt: Prompt, params: SamplingParams) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from absl import logging
 
 from jaxserve.config import ServiceClass
-from jaxserve.core import NO_TERMS, Priority, Request, SamplingParams, Terms, choice_seed
+from jaxserve.core import NO_TERMS, Adapter, Priority, Request, SamplingParams, Terms, choice_seed
 from jaxserve.models import ModelConfig
 from jaxserve.tables.layout import MAX_STOP_IDS
 from jaxserve.text import Tokenizer
@@ -98,6 +98,7 @@ def make_requests(
     service_classes: Sequence[ServiceClass] = (),
     draw_seed: Callable[[], int],
     grammar: object | None = None,
+    adapter: Adapter | None = None,
 ) -> list[Request]:
     """`params.n` requests for one prompt; a lone one keeps `request_id`, others get `request_id#i`.
 
@@ -110,6 +111,7 @@ def make_requests(
       service_classes: those configured.
       draw_seed: gives 64 bits for a request without a seed.
       grammar: compiled form of `params.structured_outputs`.
+      adapter: the LoRA adapter it is for.
 
     Raises:
       ValueError: the prompt is empty or too long, an id is not in the vocabulary, prompt and
@@ -152,6 +154,8 @@ def make_requests(
             tenant=terms.tenant,
             service_class=terms.service_class,
             cache_salt=terms.cache_salt,
+            adapter=adapter.number if adapter else 0,
+            adapter_place=adapter.place if adapter else 0,
             bad_token_ids=bad_token_ids,
             bad_sequences=tuple(word for word in bad_words if len(word) > 1),
             grammar=grammar,

@@ -20,7 +20,7 @@ from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.mapped_file import map_tensor
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_FLOATS = {
+FLOATS = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -33,7 +33,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """Where a tensor lies: `begin` is its first byte in the file."""
 
     file: Path
@@ -55,9 +55,9 @@ class SafetensorsReader:
         self.hf_config = read_json_object(directory / "config.json")
         generation = directory / "generation_config.json"
         self.generation_config = read_json_object(generation) if generation.is_file() else {}
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         for file, wanted in _shards(directory).items():
-            found = _read_header(file)
+            found = read_header(file)
             for name in wanted - found.keys():
                 raise CheckpointError(f"{file} lacks tensor {name}, which {directory / _INDEX} places there")
             self._entries.update(found)
@@ -70,10 +70,10 @@ class SafetensorsReader:
 
     def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
         entry = self._entries[name]
-        dtype = _FLOATS.get(entry.dtype)
+        dtype = FLOATS.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
-                f"{entry.file}: tensor {name} has dtype {entry.dtype}; weights must be one of {', '.join(_FLOATS)}"
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}; weights must be one of {', '.join(FLOATS)}"
             )
         if rows is None:
             return map_tensor(entry.file, name, dtype, entry.shape, entry.begin)
@@ -108,12 +108,20 @@ def _shards(directory: Path) -> dict[Path, set[str]]:
     raise CheckpointError(f"{directory} holds no safetensors file; other weight formats must be converted first")
 
 
-def _read_header(file: Path) -> dict[str, _Entry]:
+def read_header(file: Path, max_bytes: int = _MAX_HEADER_BYTES) -> dict[str, Entry]:
+    """Where each tensor of a file lies.
+
+    Args:
+      max_bytes: of the header.
+
+    Raises:
+      CheckpointError: the file cannot be read, or is damaged or shorter than its header says.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            if size < 8 or length > min(size - 8, max_bytes):
                 raise CheckpointError(f"{file} has {size} bytes and a header of {length}; it is damaged or cut short")
             header = json.loads(stream.read(length))
     except OSError as error:
@@ -127,14 +135,14 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     return {name: _entry(file, name, value, data_start, size) for name, value in header.items()}
 
 
-def _entry(file: Path, name: str, value: Any, data_start: int, size: int) -> _Entry:
+def _entry(file: Path, name: str, value: Any, data_start: int, size: int) -> Entry:
     try:
         dtype, shape = value["dtype"], tuple(value["shape"])
         begin, end = value["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file}: the header's entry of tensor {name} is damaged") from error
-    item_bytes = _FLOATS[dtype].itemsize if dtype in _FLOATS else _BYTES.get(dtype)
+    item_bytes = FLOATS[dtype].itemsize if dtype in FLOATS else _BYTES.get(dtype)
     if item_bytes is None:
         raise CheckpointError(f"{file}: tensor {name} has the unknown dtype {dtype!r}")
     if not whole or end - begin != math.prod(shape) * item_bytes:
@@ -145,4 +153,4 @@ def _entry(file: Path, name: str, value: Any, data_start: int, size: int) -> _En
         raise CheckpointError(
             f"{file} has {size} bytes and tensor {name} ends at {data_start + end}; the file is cut short"
         )
-    return _Entry(file, dtype, shape, data_start + begin)
+    return Entry(file, dtype, shape, data_start + begin)

@@ -2,6 +2,18 @@
 
 from jaxserve.models.attention import Attend, AttentionOptions
 from jaxserve.models.config import LayerKind, ModelConfig, RopeConfig
+from jaxserve.models.lora import (
+    LORA_TARGETS,
+    LoraPair,
+    LoraTokens,
+    abstract_lora,
+    empty_lora,
+    lora_tree,
+    lora_weights,
+    place_lora,
+    stored_rank,
+    zero_lora,
+)
 from jaxserve.models.names import Names
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
 from jaxserve.models.sharding import param_shardings, partition_spec
@@ -17,25 +29,35 @@ from jaxserve.models.transformer import (
 from jaxserve.models.weights import Weight, ignorable, make_params, weights
 
 __all__ = [
+    "LORA_TARGETS",
     "SUPPORTED_ARCHITECTURES",
     "Attend",
     "AttentionOptions",
     "LayerKind",
+    "LoraPair",
+    "LoraTokens",
     "ModelConfig",
     "Names",
     "RopeConfig",
     "RunLayers",
     "Weight",
+    "abstract_lora",
     "abstract_params",
+    "empty_lora",
     "forward",
     "ignorable",
     "init_params",
+    "lora_tree",
+    "lora_weights",
     "make_params",
     "model_config_from_hf",
     "pack_kernels",
     "param_shardings",
     "partition_spec",
+    "place_lora",
     "stack_layers",
+    "stored_rank",
     "unembed",
     "weights",
+    "zero_lora",
 ]

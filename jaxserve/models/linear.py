@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxserve.models.lora import AdaptedMatrix
 from pallas_kernels.matmul import PackedMatrix, is_packed, packed_matmul
 
 
@@ -48,5 +49,9 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[N, in] -> [N, out]."""
-        product = matmul(x, self.kernel.get_value())
+        kernel = self.kernel.get_value()
+        adapted = isinstance(kernel, AdaptedMatrix)
+        product = matmul(x, kernel.base if adapted else kernel)
+        if adapted:
+            product = kernel.add_to(product, x)
         return product if self.bias is None else product + self.bias[...]

@@ -21,6 +21,7 @@ from jaxserve.models.attention import Attend
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.decoder_layer import bind_layer
 from jaxserve.models.linear import matmul
+from jaxserve.models.lora import LoraColumns, LoraTokens, adapted, lora_columns
 from jaxserve.models.norm import rms_norm
 from jaxserve.models.rope import rope_tables
 from jaxserve.models.weights import Weight, make_params
@@ -41,6 +42,7 @@ def forward(
     attend: Attend,
     cache: Any,
     run_layers: RunLayers | None = None,
+    lora: LoraTokens | None = None,
 ) -> tuple[jax.Array, Any]:
     """Runs all layers.
 
@@ -51,7 +53,8 @@ def forward(
       positions: int32[T], write indices.
       attend: see `jaxserve.models.attention.Attend`.
       cache: handed through `attend` layer by layer.
-      run_layers: runs them instead, without `attend`.
+      run_layers: runs them instead, without `attend` and `lora`.
+      lora: whose adapter each token has; `params["adapters"]` has them.
 
     Returns:
       (hidden [T, d], cache): hidden states before the final norm.
@@ -66,17 +69,23 @@ def forward(
     layers = params["layers"]
     if run_layers is not None:
         return run_layers(layers, x, ropes[0], cache)
+    pairs, columns = [{}] * config.num_layers, None
+    if lora is not None:
+        pairs, columns = params["adapters"]["layers"], lora_columns(params["adapters"], lora)
     if isinstance(layers, dict):
-        return _scan_layers(config, layers, x, ropes, attend, cache)
+        return _scan_layers(config, layers, pairs, columns, x, ropes, attend, cache)
 
     # Traced and lowered once per kind of layer and inlined by the compiler: tracing 30 layers one by one
     # takes longer than loading the compiled program from the persistent cache.
     @partial(jax.jit, static_argnames="kind")
-    def run(layer_params: Params, x: jax.Array, index: jax.Array, cache: Any, kind: LayerKind) -> Any:
-        return bind_layer(config, kind, layer_params)(x, ropes[kind.rope], index, attend, cache)
+    def run(
+        layer_params: Params, layer_pairs: Params, x: jax.Array, index: jax.Array, cache: Any, kind: LayerKind
+    ) -> Any:
+        layer = bind_layer(config, kind, adapted(layer_params, layer_pairs, columns))
+        return layer(x, ropes[kind.rope], index, attend, cache)
 
     for index, (layer_params, kind) in enumerate(zip(layers, config.layer_kinds, strict=True)):
-        x, cache = run(layer_params, x, jnp.int32(index), cache, kind=kind)
+        x, cache = run(layer_params, pairs[index], x, jnp.int32(index), cache, kind=kind)
     return x, cache
 
 
@@ -209,6 +218,8 @@ def layer_runs(kinds: Sequence[LayerKind]) -> list[LayerRun]:
 def _scan_layers(
     config: ModelConfig,
     layers: Params,
+    pairs: Any,
+    columns: LoraColumns | None,
     x: jax.Array,
     ropes: list[tuple[jax.Array, jax.Array]],
     attend: Attend,
@@ -217,8 +228,10 @@ def _scan_layers(
     # A body holds one period of kinds: a kind is static, the layer index is not. Layers are taken from the whole
     # arrays, as a scan over a part of them would copy it.
     def run_one(x: jax.Array, cache: Any, index: Any, kind: LayerKind) -> tuple[jax.Array, Any]:
-        own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), layers)
-        return bind_layer(config, kind, own)(x, ropes[kind.rope], index, attend, cache)
+        both = (layers, {} if columns is None else pairs)
+        own, own_pairs = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), both)
+        layer = bind_layer(config, kind, adapted(own, own_pairs, columns))
+        return layer(x, ropes[kind.rope], index, attend, cache)
 
     for first, period, repeats in layer_runs(config.layer_kinds):
         kinds = config.layer_kinds[first : first + period]

@@ -1,5 +1,6 @@
 """The device side: mesh, KV pool, compiled steps, sampling."""
 
+from jaxserve.runtime.adapter_weights import abstract_adapters, empty_adapters
 from jaxserve.runtime.compile_cache import enable_compile_cache
 from jaxserve.runtime.compile_counter import COMPILES
 from jaxserve.runtime.memory_plan import MemoryPlan
@@ -14,7 +15,9 @@ __all__ = [
     "RowScores",
     "StepHandle",
     "StepOutput",
+    "abstract_adapters",
     "arrange_weights",
+    "empty_adapters",
     "enable_compile_cache",
     "make_mesh",
     "weights_form",

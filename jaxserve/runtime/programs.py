@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.core import JaxserveError, MissingBucketError
-from jaxserve.models import partition_spec
+from jaxserve.models import partition_spec, place_lora
 from jaxserve.runtime.decode_loop import make_decode_loop
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout, gather_pages, scatter_pages
 from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row, split_state
@@ -62,6 +62,7 @@ class ProgramTable:
         self._measured: dict[tuple[Bucket, int], Any] = {}
         self._measured_loops: dict[tuple[Bucket, int], Any] = {}
         self._place: Any = None
+        self._place_adapter: Any = None
         self._gather: Any = None
         self._scatter: Any = None
 
@@ -90,6 +91,19 @@ class ProgramTable:
     def place(self) -> Any:
         """The compiled `place_row`."""
         return self._place
+
+    @property
+    def place_adapter(self) -> Any:
+        """The compiled `place_lora`, which consumes the adapters it is given."""
+        return self._place_adapter
+
+    def compile_place_adapter(self, new: Any) -> None:
+        """Compiles the program that puts an adapter of the shapes of `new`, host arrays, in a place."""
+        layers = self._params["adapters"]["layers"]
+        shapes = self._on_mesh((new, jax.ShapeDtypeStruct((), jnp.int32)))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, layers)
+        jitted = jax.jit(place_lora, donate_argnums=0, out_shardings=shardings)
+        self._place_adapter = jitted.lower(layers, *shapes).compile()
 
     @property
     def gather(self) -> Any:
@@ -128,7 +142,7 @@ class ProgramTable:
         Raises:
           ValueError: the attention implementation lacks something that the model or the pool needs.
         """
-        layout = TableLayout(bucket)
+        layout = self._layout(bucket)
         step = make_step(self._kv, layout)
         pool = self._kv.abstract(num_pages)
         ints = self._on_mesh(jax.ShapeDtypeStruct((layout.int_size,), jnp.int32))
@@ -139,7 +153,7 @@ class ProgramTable:
 
     def compile_loop(self, bucket: Bucket, num_pages: int) -> Any:
         """Compiles the decode loop of a bucket of decode rows alone, for a pool of `num_pages`."""
-        layout = TableLayout(bucket)
+        layout = self._layout(bucket)
         loop = make_decode_loop(self._kv, layout, self._max_decode_steps, self._logits_sharding)
         blobs = self._on_mesh(
             (
@@ -155,11 +169,14 @@ class ProgramTable:
 
     def compile_prompt_logits(self, bucket: Bucket, num_pages: int) -> Any:
         """Compiles `make_prompt_logits` of a bucket of prompt tokens alone; for measurements."""
-        layout = TableLayout(bucket)
+        layout = self._layout(bucket)
         ints = self._on_mesh(jax.ShapeDtypeStruct((layout.int_size,), jnp.int32))
         out_shardings = (self._kv.sharding, self._logits_sharding)
         jitted = jax.jit(make_prompt_logits(self._kv, layout), donate_argnums=1, out_shardings=out_shardings)
         return self._compile(jitted, self._params, self._kv.abstract(num_pages), self._state.last_token, ints)
+
+    def _layout(self, bucket: Bucket) -> TableLayout:
+        return TableLayout(bucket, "adapters" in self._params)
 
     def _compile(self, jitted: Any, *arguments: Any) -> Any:
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
-from jaxserve.models import ModelConfig
+from jaxserve.models import ModelConfig, stored_rank, zero_lora
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
 from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, make_plan, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
@@ -153,7 +153,7 @@ class ModelRunner:
             num_host_pages=self.memory_plan.num_host_pages,
             sliding_window=window,
         )
-        self._builder = TableBuilder(self.scheduler_config, self.buckets)
+        self._builder = TableBuilder(self.scheduler_config, self.buckets, adapters="adapters" in params)
         self._swapper: PageSwapper | None = None
         self._pool: Any = None
         self._state: Any = None
@@ -199,8 +199,24 @@ class ModelRunner:
                 limits = self._builder.empty_limits(bucket)
                 handle = self._start_loop(StepPlan(0), bucket, tables.ints, tables.floats, limits)
                 jax.block_until_ready(handle.outputs)
+        if "adapters" in self._params:
+            stacked, rank = isinstance(self._params["layers"], dict), stored_rank(config.max_lora_rank)
+            nothing = zero_lora(self._model_config, config.dtype, rank, stacked=stacked)
+            self._programs.compile_place_adapter(nothing)
+            self.place_adapter(nothing, 1)
         request = Request("warm-up", (0,))
         self._place(self.scheduler_config.max_num_seqs, slot_row(request, [], -1, self._model_config.vocab_size))
+
+    def place_adapter(self, layers: Any, place: int) -> None:
+        """Puts an adapter in a place: steps dispatched from now on have it. On the thread that dispatches them.
+
+        Args:
+          layers: host arrays, as `models.place_lora` takes them.
+          place: that no step in the device's stream or after it uses.
+        """
+        adapters = self._params["adapters"]
+        placed = self._programs.place_adapter(adapters["layers"], layers, np.asarray(place, np.int32))
+        self._params = self._params | {"adapters": adapters | {"layers": placed}}
 
     def fill_pool(self, value: float) -> None:
         """Overwrites every page with `value`: NaN shows a read of what nobody wrote. For tests; compiles.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.models import Attend, AttentionOptions, ModelConfig, RunLayers, forward, unembed
+from jaxserve.models import Attend, AttentionOptions, LoraTokens, ModelConfig, RunLayers, forward, unembed
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import EditState, SampledState, SlotState, join_state, split_state
@@ -119,7 +119,19 @@ def hidden_states(
     attend = _make_attend(kv, bucket, fields, page_ids, offsets)
     in_one_call = is_stack(params["layers"])
     run_layers = _make_run_layers(kv.config, fields, page_ids, offsets) if in_one_call else None
-    return forward(kv.config, params, token_ids, positions, attend, pool, run_layers)
+    lora = _lora_tokens(kv, bucket, fields)
+    return forward(kv.config, params, token_ids, positions, attend, pool, run_layers, lora)
+
+
+def _lora_tokens(kv: PoolLayout, bucket: Bucket, fields: dict[str, Any]) -> LoraTokens | None:
+    """The adapter of every token's row; None: tables without adapters."""
+    places = fields.get("adapter")
+    if places is None:
+        return None
+    decode, prefill = places[: bucket.decode_rows], places[bucket.decode_rows :]
+    if bucket.prefill_tokens:
+        decode = jnp.concatenate([decode, prefill[fields["prefill_row"]]])
+    return LoraTokens(decode, kv.mesh.size == 1 and kv.mesh.devices.flat[0].platform == "cpu")
 
 
 def sample_step(

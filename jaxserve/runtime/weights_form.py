@@ -86,6 +86,8 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
 
 def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) -> str | None:
     """Why the layers cannot be one call; None: they can."""
+    if config.enable_lora:
+        return "LoRA adapters (enable_lora) are added to the products of single layers"
     pool_dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     attention = choose_implementation(config.attention_implementation, "cpu", pool_dtype)
     if attention != "native_cpu":

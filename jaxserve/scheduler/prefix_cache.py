@@ -1,8 +1,8 @@
 """PrefixCache: which page holds the K and V of which beginning of a prompt.
 
 A full page's content depends on its tokens and on all before them, so its name is a hash over its tokens
-and the name of the page before: equal names, equal K and V. The chain starts from the tenant and the
-request's salt; who shares neither cannot find, nor time, another's pages.
+and the name of the page before: equal names, equal K and V. The chain starts from the tenant, the
+request's salt and its LoRA adapter; who does not share all three cannot find, nor time, another's pages.
 
 A page is entered once its K and V are written, or when it is given back before that, as no layer of the model sees
 its tokens any more: who finds it runs after the step that writes it. It leaves when it is evicted. Of two pages of
@@ -24,7 +24,9 @@ _DIGEST_BYTES = 16
 def root_of(request: Request) -> bytes:
     """What the chain of a request's pages starts from."""
     scope = f"{len(request.tenant)}:{request.tenant}{request.cache_salt}"
-    return hashlib.blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES).digest()
+    adapter = str(request.adapter).encode() if request.adapter else b""
+    # A key, so that no tenant or salt can be spelled to look like another's adapter.
+    return hashlib.blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES, key=adapter).digest()
 
 
 def page_name(parent: bytes, token_ids: Sequence[int]) -> bytes:

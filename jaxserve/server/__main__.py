@@ -30,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
         tls = tls_files(flags.ssl_certfile, flags.ssl_keyfile)
     except ValueError as error:
         exit_with(f"--{error}")
+    if flags.allow_runtime_lora_updating and not config.enable_lora:
+        exit_with("--allow_runtime_lora_updating is set without --enable_lora; set both")
     if flags.log_prompts and not flags.log_requests:
         exit_with("--log_prompts is set without --log_requests, whose lines would hold the prompts; set both")
     if flags.log_prompts and flags.skip_tokenizer_init:
@@ -63,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
         metrics_compat=flags.metrics_compat,
         profile_dir=flags.profile_dir,
         enable_playground=flags.enable_playground,
+        allow_runtime_lora_updating=flags.allow_runtime_lora_updating,
     )
     settings = ServerSettings(
         host=flags.host,

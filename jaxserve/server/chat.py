@@ -150,7 +150,7 @@ class _Answer(ChatAnswer[ChatRequest]):
         yield DONE
 
     def _head(self) -> dict[str, Any]:
-        return {"id": self.request_id, "created": self._created, "model": self._engine.model_name}
+        return {"id": self.request_id, "created": self._created, "model": self._spec.model or self._engine.model_name}
 
     def _usage_so_far(self, num_tokens: int) -> dict[str, Any] | None:
         if not self._spec.continuous_usage:

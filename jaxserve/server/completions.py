@@ -53,7 +53,7 @@ async def begin_completion(
         return spec.sampling_params(**overrides)
 
     request_id = spec.request_id or new_request_id("cmpl")
-    streams = service.submit(prompts, params_of, request_id, spec.terms(headers, tenant), grammar)
+    streams = service.submit(prompts, params_of, request_id, spec.terms(headers, tenant), grammar, spec.model)
     return _Answer(service, spec, request_id, echoes, streams)
 
 
@@ -105,7 +105,7 @@ class _Answer:
             "id": request_id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self._engine.model_name,
+            "model": spec.model or self._engine.model_name,
         }
         self._echoes = echoes
 

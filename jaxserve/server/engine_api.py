@@ -11,7 +11,16 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
-from jaxserve.core import EngineTotals, EngineView, Logprob, Recording, RequestOutput, StructuredOutputs, Submission
+from jaxserve.core import (
+    Adapter,
+    EngineTotals,
+    EngineView,
+    Logprob,
+    Recording,
+    RequestOutput,
+    StructuredOutputs,
+    Submission,
+)
 from jaxserve.text.tool_forms import ToolForms
 
 TokenLogprobs = dict[int, Logprob]
@@ -99,6 +108,21 @@ class StreamApi(Protocol):
     async def collect(self) -> RequestOutput: ...
 
 
+class AdaptersApi(Protocol):
+    """LoRA adapters; see `jaxserve.engine.live_adapters`."""
+
+    @property
+    def listed(self) -> tuple[Adapter, ...]:
+        """Those that requests may name."""
+        ...
+
+    def load(self, name: str, path: str) -> Adapter:
+        """May take seconds."""
+        ...
+
+    def unload(self, name: str) -> None: ...
+
+
 class EngineApi(Protocol):
     """An engine as its fronts see it; `submit_all`, `abort` and every property return at once."""
 
@@ -116,6 +140,14 @@ class EngineApi(Protocol):
     def error(self) -> BaseException | None: ...
     @property
     def model_name(self) -> str: ...
+    @property
+    def model_root(self) -> str:
+        """What `--model` said."""
+        ...
+
+    @property
+    def adapters(self) -> AdaptersApi: ...
+
     @property
     def max_model_len(self) -> int: ...
     @property

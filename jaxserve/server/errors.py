@@ -4,7 +4,7 @@ kind                   HTTP  gRPC                 when
 invalid                400   INVALID_ARGUMENT     a caller's mistake, a request that can never fit or be followed
 unauthenticated        401   UNAUTHENTICATED      missing or wrong API key
 forbidden              403   PERMISSION_DENIED    another tenant than the API key's
-not_found              404   NOT_FOUND            unknown model or path
+not_found              404   NOT_FOUND            unknown model, LoRA adapter or path
 method_not_allowed     405   UNIMPLEMENTED
 request_timeout        408   DEADLINE_EXCEEDED    the body did not arrive in time
 conflict               409   ALREADY_EXISTS       the request id is live, or a profile is (not) running
@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass
 
 from jaxserve.core import (
+    AdapterNotFoundError,
     EngineDeadError,
     FinishReason,
     JaxserveError,
@@ -70,6 +71,8 @@ _REJECTIONS = {
     "displaced": "overloaded",
     "deadline_infeasible": "overloaded",
     "unknown_class": "invalid",
+    "unknown_adapter": "not_found",
+    "adapter_leaving": "overloaded",
     "never_fits": "invalid",
     "duplicate_id": "conflict",
     "draining": "unavailable",
@@ -156,6 +159,8 @@ def to_api_error(exc: BaseException) -> ApiError:
                 retry_after_s = 1.0
             param = "request_id" if rejection.reason == "duplicate_id" else None
             return ApiError(kind, rejection.message, param=param, code=rejection.reason, retry_after_s=retry_after_s)
+        case AdapterNotFoundError():
+            return ApiError("not_found", str(exc), code="lora_not_found")
         case NotReadyError():
             return ApiError("unavailable", str(exc), code="not_ready", retry_after_s=exc.retry_after_s)
         case EngineDeadError():

@@ -60,7 +60,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Streams one prompt's choices."""
         async with errors_to_status(self._engine, context):
-            self._service.check_ready(request.model if request.HasField("model") else None)
+            model = request.model if request.HasField("model") else None
+            self._service.check_ready(model)
             wanted = grammar = None
             if request.sampling.HasField("structured_outputs"):
                 asked = request.sampling.structured_outputs
@@ -71,7 +72,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             prompt = await self._prompt(request)
             if request.HasField("truncate_prompt_tokens"):
                 prompt = prompt[-self._kept_tokens(request, params) :]
-            responses = self._stream(request_id, prompt, params, self._terms(request, context), context, grammar)
+            terms = self._terms(request, context)
+            responses = self._stream(request_id, prompt, params, terms, context, grammar, model)
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     yield response
@@ -84,10 +86,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         terms: Terms,
         context: Context,
         grammar: object | None,
+        model: str | None,
     ) -> AsyncGenerator[pb.GenerateResponse]:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._service.check_tokenizer()
-        (stream,) = self._service.submit([prompt], lambda _: params, request_id, terms, grammar)
+        (stream,) = self._service.submit([prompt], lambda _: params, request_id, terms, grammar, model)
         # A call that ends while a message is being written never resumes this generator.
         context.add_done_callback(lambda _: stream.cancel())
         info: pb.PromptInfo | None = pb.PromptInfo(request_id=request_id, token_ids=prompt)

@@ -3,7 +3,8 @@
     POST /v1/completions  /v1/chat/completions     generation
     POST /v1/responses                             generation  (`responses`)
     POST /v1/embeddings                            501
-    GET  /v1/models  /v1/models/{id}               the served model
+    GET  /v1/models  /v1/models/{id}               the served model and its LoRA adapters
+    POST /v1/load_lora_adapter  /v1/unload_lora_adapter            (`lora_routes`)
     POST /tokenize  /detokenize                    GET /tokenizer_info    (`token_routes`)
     GET  /health   200 unless the engine is dead   /ready   200 when requests are taken
     GET  /metrics  /version  /load                 POST /reset_prefix_cache  /start_profile  /stop_profile
@@ -37,6 +38,7 @@ from jaxserve.server.description import ERRORS, answers, describe_keys, paramete
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import error_response
+from jaxserve.server.lora_routes import add_lora_routes
 from jaxserve.server.operator_routes import add_operator_routes, add_probes
 from jaxserve.server.responses import add_response_routes
 from jaxserve.server.schema import ChatRequest, CompletionRequest
@@ -77,6 +79,7 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
     add_token_routes(app, own_service, settings.max_body_bytes)
     add_probes(app, engine, settings)
     add_operator_routes(app, own_service, settings)
+    add_lora_routes(app, own_service, settings)
     add_debug_routes(app, own_service)
     if settings.enable_playground:
         playground.add_playground(app)
@@ -123,20 +126,33 @@ def _add_generation(app: FastAPI, service: GenerationService, max_body_bytes: in
 def _add_models(app: FastAPI, service: GenerationService) -> None:
     engine = service.engine
 
-    def card(model: str | None = None) -> dict[str, Any]:
-        service.check_ready(model)
+    def cards() -> dict[str, dict[str, Any]]:
+        """By name, the model's first."""
+        service.check_ready()
+        base = engine.model_name
+        found: dict[str, tuple[int, str, str | None]] = {base: (engine.created, engine.model_root, None)}
+        found |= {adapter.name: (adapter.created, adapter.path, base) for adapter in engine.adapters.listed}
         return {
-            "id": engine.model_name,
-            "object": "model",
-            "created": engine.created,
-            "owned_by": "jaxserve",
-            "max_model_len": engine.max_model_len,
+            name: {
+                "id": name,
+                "object": "model",
+                "created": created,
+                "owned_by": "jaxserve",
+                "root": root,
+                "parent": parent,
+                "max_model_len": engine.max_model_len,
+            }
+            for name, (created, root, parent) in found.items()
         }
+
+    def card(model: str) -> dict[str, Any]:
+        service.check_ready(model)
+        return cards()[model]
 
     # Clients poll this list to learn that a server is up, so it waits for the model.
     @app.get("/v1/models", **answers("object", "data"))
     async def models(_: Request) -> Response:
-        return answer_with(lambda: {"object": "list", "data": [card()]})
+        return answer_with(lambda: {"object": "list", "data": list(cards().values())})
 
     @app.get("/v1/models/{model:path}", **parameters(("model", "path", {"type": "string"})), **answers("id", "object"))
     async def model(request: Request) -> Response:

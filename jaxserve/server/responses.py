@@ -124,7 +124,7 @@ class _Answer(ChatAnswer[ResponsesRequest]):
             "id": self.request_id,
             "object": "response",
             "created_at": self._created,
-            "model": self._engine.model_name,
+            "model": spec.model or self._engine.model_name,
             "background": False,
             "instructions": spec.instructions,
             "max_output_tokens": spec.max_output_tokens,

@@ -53,7 +53,7 @@ class GenerationService:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def check_ready(self, model: str | None = None) -> None:
-        """Raises ApiError 503 unless the engine takes requests, 404 when `model` is another model."""
+        """Raises ApiError 503 unless the engine takes requests, 404 when `model` is no model or adapter of it."""
         state = self.engine.state
         if state in ("loading", "warming_up"):
             done, total, what = self.engine.progress
@@ -64,9 +64,14 @@ class GenerationService:
         if state != "ready":  # dead or stopped
             message = "the engine stopped; the server must be restarted"
             raise ApiError("unavailable", message, code="engine_dead", retry_after_s=30.0)
-        if model is not None and model != self.engine.model_name:
-            message = f"the model {model[:200]!r} does not exist; this server has {self.engine.model_name!r}"
+        if model is not None and model not in self.model_names():
+            names = ", ".join(map(repr, self.model_names()))
+            message = f"the model {model[:200]!r} does not exist; this server has {names}"
             raise ApiError("not_found", message, param="model", code="model_not_found")
+
+    def model_names(self) -> list[str]:
+        """What requests may name as their model: the model, then its LoRA adapters."""
+        return [self.engine.model_name, *(adapter.name for adapter in self.engine.adapters.listed)]
 
     def check_tokenizer(self) -> None:
         """Raises ValueError when the engine has no tokenizer; for what cannot be answered without one."""
@@ -213,6 +218,7 @@ class GenerationService:
         request_id: str,
         terms: Terms = NO_TERMS,
         grammar: object | None = None,
+        model: str | None = None,
     ) -> Sequence[StreamApi]:
         """One stream per prompt; all are taken or refused together.
 
@@ -221,14 +227,16 @@ class GenerationService:
           params_of: sampling settings for a prompt of that many tokens.
           request_id: of a single prompt; prompt i of several is `request_id-i`.
           grammar: what `constrain` gave.
+          model: the model's name, or an adapter's; None: the model.
 
         Raises:
           ValueError, RejectedError: see `AsyncEngine.submit`.
         """
+        adapter = "" if model is None or model == self.engine.model_name else model
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
         return self.engine.submit_all(
             [
-                Submission(ids, params_of(len(ids)), name, terms, grammar=grammar)
+                Submission(ids, params_of(len(ids)), name, terms, grammar=grammar, adapter=adapter)
                 for ids, name in zip(prompts, names, strict=True)
             ]
         )

@@ -18,6 +18,7 @@ class HttpSettings:
       max_body_bytes: largest request body.
       metrics_compat: "vllm" exports metrics under vLLM's names too; "" does not.
       enable_playground: `/` is the playground.
+      allow_runtime_lora_updating: LoRA adapters may be loaded and unloaded.
       profile_dir: folder for the traces of `/start_profile`; "": none are written.
     """
 
@@ -28,3 +29,4 @@ class HttpSettings:
     metrics_compat: str = ""
     profile_dir: str = ""
     enable_playground: bool = True
+    allow_runtime_lora_updating: bool = False

@@ -82,9 +82,10 @@ class TableBuilder:
     Args:
       config: slots, page size and lengths.
       buckets: compiled shapes.
+      adapters: rows have LoRA adapters.
     """
 
-    def __init__(self, config: SchedulerConfig, buckets: BucketTable) -> None:
+    def __init__(self, config: SchedulerConfig, buckets: BucketTable, *, adapters: bool = False) -> None:
         self._num_pages = config.num_pages
         self._page_size = config.page_size
         # Where pages are given back, the null page takes their place.
@@ -106,6 +107,7 @@ class TableBuilder:
         self._stops_held_below = np.zeros(slots, np.int32)
         # Of free-running requests, where plans may have several steps.
         self._stop_ids = np.full((slots, MAX_STOP_IDS), -1, np.int32) if config.max_decode_steps > 1 else None
+        self._adapter_places = np.zeros(slots, np.int32) if adapters else None
         self._requests: list[Request | None] = [None] * slots
         self._last: _Decoded | None = None
         self._last_floats: dict[int, tuple[bytes, NDArray[np.float32]]] = {}  # by sample rows
@@ -114,7 +116,7 @@ class TableBuilder:
         """The bucket's field places."""
         layout = self._layouts.get(bucket)
         if layout is None:
-            layout = self._layouts[bucket] = TableLayout(bucket)
+            layout = self._layouts[bucket] = TableLayout(bucket, self._adapter_places is not None)
         return layout
 
     def empty_limits(self, bucket: Bucket) -> NDArray[np.int32]:
@@ -238,6 +240,8 @@ class TableBuilder:
             | (FLAG_MASKED if request.masked else 0)
         )
         self._stops_held_below[slot] = request.num_prompt_tokens + params.min_tokens
+        if self._adapter_places is not None:
+            self._adapter_places[slot] = request.adapter_place
         if self._stop_ids is not None and request.free_running:
             stop_ids = sorted(request.stop_ids)
             self._stop_ids[slot, : len(stop_ids)] = stop_ids
@@ -294,6 +298,8 @@ class TableBuilder:
         # Every slot is in range; with any other mode `take` would fill a buffer and copy it to `out`.
         self._ints.take(slots, axis=1, out=ints, mode="clip")
         self._floats.take(slots, axis=1, out=floats, mode="clip")
+        if self._adapter_places is not None:
+            self._adapter_places.take(slots, out=fields["adapter"], mode="clip")
         held = fields["sample_position"] < self._stops_held_below.take(slots, mode="clip")
         np.bitwise_or(self._flags.take(slots, mode="clip"), held * _HOLD_STOPS, out=fields["flags"])
         return held

@@ -16,6 +16,7 @@ int32 fields (B, T, R, W of the bucket; N = B + R sample rows, decode rows first
   prefill_starts [R + 1]  row r owns tokens [starts[r], starts[r+1])
   prefill_context [R]     tokens in the cache after this step; 0: padding
   prefill_pages [R, W]    page table
+  adapter [N]             place of the request's LoRA adapter; 0: none. Only in tables with adapters
   slot [N]                state row that the sampled token is written to; scratch when it is not
   top_k [N]               0: off
   seed_high, seed_low [N] the two words of the request's sampling key
@@ -68,9 +69,14 @@ SAMPLE_INTS = ("slot", *SAMPLING_INTS, "sample_position", "flags")
 
 @dataclass(frozen=True)
 class TableLayout:
-    """Offsets of every field for one bucket."""
+    """Offsets of every field for one bucket.
+
+    Attributes:
+      adapters: there is a field `adapter`.
+    """
 
     bucket: Bucket
+    adapters: bool = False
 
     @cached_property
     def int_fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -95,6 +101,7 @@ class TableLayout:
                 "prefill_starts": (seqs + 1 if seqs else 0,),
                 "prefill_context": (seqs,),
                 "prefill_pages": (seqs, width),
+                **({"adapter": (samples,)} if self.adapters else {}),
                 **dict.fromkeys(SAMPLE_INTS, (samples,)),
             }
         )

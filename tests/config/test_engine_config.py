@@ -57,3 +57,19 @@ def test_with_chunks_the_budget_may_be_below_or_above_the_context():
         config = EngineConfig(max_model_len=128, max_num_batched_tokens=budget)
         scheduler = config.scheduler_config(max_model_len=128, num_pages=17)
         assert (scheduler.max_num_batched_tokens, scheduler.prefill_chunk) == (budget, budget)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_loras": 0}, "max_loras is 0"),
+        ({"max_lora_rank": 0}, "max_lora_rank is 0"),
+        ({"max_lora_rank": 513}, "max_lora_rank is 513; it must be at most 512"),
+        ({"lora_modules": ("a=/x",)}, "lora_modules is set without enable_lora"),
+        ({"enable_lora": True, "lora_modules": ("a",)}, "lora_modules has 'a'; it must be NAME=DIRECTORY"),
+        ({"enable_lora": True, "max_loras": 1, "lora_modules": ("a=b", "c=d")}, "raise max_loras"),
+    ],
+)
+def test_lora_settings_that_break_a_rule_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**settings)

@@ -30,6 +30,9 @@ def words(key_file, tmp_path):
         "--api_key=sk-secret",
         "--otlp_endpoint=https://user:sk-password@collector:4318",
         f"--service_classes={classes}",
+        "--enable_lora",
+        "--lora_modules=a=/adapters/a",
+        "--lora_modules=b=/adapters/b",
     ]
 
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from jaxserve.testing.tiny_lora import write_tiny_lora
 from tests.models.tiny_models import FOLDER
 
 SCRIPT = """
@@ -51,6 +52,20 @@ for name in sys.argv[3:]:
     for entry, (token, want) in zip(output.prompt_logprobs[1:], wanted, strict=True):
         assert abs(entry[token].logprob - want) < 2e-3, name
 print(json.dumps(len(sys.argv[3:])))
+"""
+
+LORA = """
+import json, sys
+from jaxserve import LLM, SamplingParams
+model, devices, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+llm = LLM(model, dtype="float32", max_model_len=64, max_num_seqs=3, max_num_batched_tokens=32, page_size=4,
+          num_pages=49, prefill_buckets=(32,), decode_buckets=(3,), table_width_buckets=(16,), compile_cache="",
+          tensor_parallel_size=devices, enable_lora=True, max_loras=2, lora_modules=(f"a={folder}/a",))
+llm.load_lora_adapter("b", folder + "/b")
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+outputs = llm.generate([[1, 2, 3], list(range(40)), [9] * 7], params, lora=["a", "b", ""], use_tqdm=False)
+sharded = [str(pair.sharding.spec) for pair in llm.engine.runner.params["adapters"]["layers"][1]["mlp"]["up_proj"]]
+print(json.dumps([[o.outputs[0].token_ids for o in outputs], sharded]))
 """
 
 COPIES = """
@@ -122,6 +137,16 @@ def test_no_device_copies_or_gathers_the_pool(tiny_model_dir, devices):
 def test_a_step_that_gathers_the_pool_is_refused_at_warm_up(tiny_model_dir):
     for message in run(COPIES, tiny_model_dir, 2, "unpartitioned"):
         assert "copies the KV pool of 8192000 bytes every time" in message and "all-gather f32[" in message
+
+
+def test_adapters_on_more_devices_give_the_ids_of_one(tiny_model_dir, tmp_path):
+    for seed, name in enumerate("ab"):
+        write_tiny_lora(tmp_path / name, tiny_model_dir, seed=seed)
+    ids, _ = run(LORA, tiny_model_dir, 1, tmp_path)
+    for devices in (2, 4):
+        got, (a, b) = run(LORA, tiny_model_dir, devices, tmp_path)
+        assert got == ids
+        assert "model" not in a and "model" in b, "up_proj is split by its outputs"
 
 
 def test_more_devices_than_there_are_is_refused(tiny_model_dir):

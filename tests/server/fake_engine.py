@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from prometheus_client import CollectorRegistry, Gauge
 
 from jaxserve.core import (
+    Adapter,
+    AdapterNotFoundError,
     CompletionOutput,
     EngineDeadError,
     EngineTotals,
@@ -198,6 +200,28 @@ class FakeStream:
         return RequestOutput(self.request_id, None, self.prompt_token_ids, outputs, scores)
 
 
+class FakeAdapters:
+    """As `jaxserve.engine.live_adapters`. `fault`: what loading raises."""
+
+    def __init__(self) -> None:
+        self.listed: tuple[Adapter, ...] = ()
+        self.fault: Exception | None = None
+
+    def load(self, name: str, path: str) -> Adapter:
+        if self.fault is not None:
+            raise self.fault
+        number = len(self.listed) + 1
+        adapter = Adapter(name, path, number, number, 7)
+        self.listed += (adapter,)
+        return adapter
+
+    def unload(self, name: str) -> None:
+        kept = tuple(adapter for adapter in self.listed if adapter.name != name)
+        if kept == self.listed:
+            raise AdapterNotFoundError(f"the LoRA adapter {name!r} cannot be found")
+        self.listed = kept
+
+
 class FakeEngine:
     """Satisfies `EngineApi`.
 
@@ -215,6 +239,8 @@ class FakeEngine:
         self.progress = (1, 1, "warm-up")
         self.error: BaseException | None = None
         self.model_name = "fake"
+        self.model_root = "/models/fake"
+        self.adapters = FakeAdapters()
         self.max_model_len = 100
         self.created = 1
         self.tokenizer = ByteTokenizer()
@@ -287,7 +313,12 @@ class FakeEngine:
 
     def _submit(self, submission: Submission) -> FakeStream:
         self.submitted.append(
-            {"params": submission.params, "terms": submission.terms, "prompt": submission.prompt_token_ids}
+            {
+                "params": submission.params,
+                "terms": submission.terms,
+                "prompt": submission.prompt_token_ids,
+                "adapter": submission.adapter,
+            }
         )
         stream = FakeStream(self, submission.request_id, submission.prompt_token_ids, submission.params)
         self.live[submission.request_id] = stream

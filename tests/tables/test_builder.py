@@ -187,3 +187,34 @@ def test_the_float_blob_is_the_same_array_until_its_values_change():
     assert placed("b", 1) is first
     changed = placed("c", 2)
     assert changed is not first and not np.array_equal(changed, first)
+
+
+def test_rows_have_their_requests_adapter_and_padding_has_none():
+    requests = {
+        "a": Request("a", tuple(range(9)), adapter=7, adapter_place=2),
+        "b": Request("b", tuple(range(9)), adapter=9, adapter_place=1),
+        "c": Request("c", tuple(range(9))),
+    }
+    plan = StepPlan(
+        iteration=3,
+        decode=DecodeRows.of([DecodeRow("a", 2, 9), DecodeRow("c", 1, 9)]),
+        prefill=(PrefillChunk("b", 0, 2, (22, 23, 24), emits=False),),
+        placements=(Placement("a", 2, 9, 7), Placement("b", 0, 0, -1), Placement("c", 1, 9, 7)),
+        pages=(),
+    )
+    builder = TableBuilder(CONFIG, BucketTable(CONFIG, decode=(2,), widths=(2, 4)), adapters=True)
+    tables = builder.build(plan, requests.__getitem__)
+    fields = builder.layout(tables.bucket).unpack(tables.ints, tables.floats)
+    np.testing.assert_array_equal(fields["adapter"], [2, 0, 0, 0, 1, 0])
+    builder.build(replace(plan, placements=(Placement("c", 2, 9, 7),), prefill=()), requests.__getitem__)
+    tables = builder.build(replace(plan, placements=(), prefill=()), requests.__getitem__)
+    fields = builder.layout(tables.bucket).unpack(tables.ints, tables.floats)
+    assert not fields["adapter"].any(), "the slot's last request left its adapter behind"
+
+
+def test_without_adapters_tables_have_no_field_for_them():
+    fields = build(
+        StepPlan(0, prefill=(PrefillChunk("a", 0, 0, (1, 2, 3), emits=True),), placements=(Placement("a", 0, 0, -1),)),
+        {"a": Request("a", (1, 2, 3))},
+    )[1]
+    assert "adapter" not in fields
