@@ -12,7 +12,7 @@ bytes are copied, never mapped.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,12 @@ def read_lora(path: str, config: ModelConfig, *, dtype: str, rank: int, max_lora
     file = directory / TENSORS
     _check_size(file, config, max_lora_rank)
     header = read_header(file, MAX_HEADER_BYTES)
-    modules = {weight.hf_name.removesuffix(".weight"): weight for weight in lora_weights(config)}
-    entries = _by_module(file, header, modules)
+    modules: dict[str, list[Weight]] = {}
+    for weight in lora_weights(config):
+        modules.setdefault(weight.hf_name.removesuffix(".weight"), []).append(weight)
+    # Rows of a tensor that several modules share: each has its own rows of B, and the whole A.
+    heights = {module: max(w.rows.stop if w.rows else w.shape[1] for w in found) for module, found in modules.items()}
+    entries = _by_module(file, header, heights)
     kind = jnp.dtype(dtype)
 
     def pair_of(weight: Weight) -> LoraPair:
@@ -147,7 +151,8 @@ def read_lora(path: str, config: ModelConfig, *, dtype: str, rank: int, max_lora
                 )
             (name_a, entry_a), (name_b, entry_b) = entries[module]
             a[:, : told.rank] = _read(name_a, entry_a, (told.rank, rows), kind).T
-            b[: told.rank] = _read(name_b, entry_b, (out, told.rank), kind, told.scale).T
+            whole = _read(name_b, entry_b, (heights[module], told.rank), kind, told.scale)
+            b[: told.rank] = whole[weight.rows.start : weight.rows.stop].T if weight.rows else whole.T
         return LoraPair(a, b)  # type: ignore[arg-type]
 
     return lora_tree(config, pair_of, stacked=stacked)
@@ -178,9 +183,7 @@ def _check_size(file: Path, config: ModelConfig, max_lora_rank: int) -> None:
         )
 
 
-def _by_module(
-    file: Path, header: Mapping[str, Entry], modules: Mapping[str, Weight]
-) -> dict[str, list[tuple[str, Entry]]]:
+def _by_module(file: Path, header: Mapping[str, Entry], modules: Collection[str]) -> dict[str, list[tuple[str, Entry]]]:
     """The two tensors of each adapted module, with their names.
 
     Raises:

@@ -1,11 +1,10 @@
 """Models: configuration, weight table, flax modules, rotary embedding, sharding rules."""
 
+from jaxserve.models.adapted import LoraPair, LoraTokens
 from jaxserve.models.attention import Attend, AttentionOptions
 from jaxserve.models.config import LayerKind, ModelConfig, RopeConfig
 from jaxserve.models.lora import (
     LORA_TARGETS,
-    LoraPair,
-    LoraTokens,
     abstract_lora,
     empty_lora,
     lora_tree,

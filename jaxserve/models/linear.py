@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxserve.models.lora import AdaptedMatrix
+from jaxserve.models.adapted import AdaptedMatrix
 from pallas_kernels.matmul import PackedMatrix, is_packed, packed_matmul
 
 

@@ -1,12 +1,8 @@
-"""LoRA adapters beside a model's weights: their form on devices, and what they add to a layer's products.
+"""LoRA adapters beside a model's weights: their form on devices.
 
 Adapters have places 1 .. max_loras; place 0 is no adapter. All lie side by side in one pair of arrays per matrix: a
-place's share is `rank` columns of `a` and the same rows of `b`, which holds the scale. For x [T, in]:
-
-    y = x @ matrix + (x @ a, zero but in the columns of each token's own place) @ b
-
-So tokens of any adapters and of none go through one product of one shape: nothing is gathered or sorted, nothing
-compiles when adapters come and go, and a token of no adapter has exactly zero added. The tree beside the layers is
+place's share is `rank` columns of `a` and the same rows of `b`, which holds the scale (`jaxserve.models.adapted` says
+what is done with them). The tree beside the layers is
 
     {"place_of_column": int32[C], "layers": the layers' tree, with a `LoraPair` for each matrix that can have one}
 
@@ -17,18 +13,18 @@ zero times infinity would be added to others' tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.models.adapted import LoraPair
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.sharding import partition_spec
 from jaxserve.models.weights import Weight, weights
-from pallas_kernels.matmul import can_pack, is_packed, pack, packed_matmul
+from pallas_kernels.matmul import can_pack, is_packed, pack
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules whose matrices an adapter may have a part for."""
@@ -38,83 +34,6 @@ COLUMNS = 32
 RANK_STEP = 8
 NO_PLACE = -1
 """Of columns that fill up."""
-
-
-class LoraPair(NamedTuple):
-    """All adapters' parts for one matrix [in, out].
-
-    Attributes:
-      a: [in, C], or packed; of one adapter, to be placed: [in, rank].
-      b: [C, out], or packed; [rank, out].
-    """
-
-    a: jax.Array
-    b: jax.Array
-
-
-@dataclass(frozen=True, slots=True)
-class LoraTokens:
-    """Whose adapter each token of a flat batch has.
-
-    Attributes:
-      places: int32[T], 0: none.
-      skips_idle: leave out the products when no token has one; for devices on which a branch costs next to nothing.
-    """
-
-    places: jax.Array
-    skips_idle: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LoraColumns:
-    """Which columns are each token's.
-
-    Attributes:
-      own: bool[T, C].
-      is_idle: bool[], no token has an adapter; None: products are not left out.
-    """
-
-    own: jax.Array
-    is_idle: jax.Array | None
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedMatrix:
-    """A layer's matrix with its adapters, for the tokens of one batch."""
-
-    base: Any
-    pair: LoraPair
-    columns: LoraColumns
-
-    def add_to(self, product: jax.Array, x: jax.Array) -> jax.Array:
-        """`product`, which is `x @ base` [T, out], with each token's adapter added: summed in float32, rounded once."""
-
-        def added(product: jax.Array) -> jax.Array:
-            inner = jnp.where(self.columns.own, _matmul(x, self.pair.a), 0).astype(x.dtype)
-            return (product.astype(jnp.float32) + _matmul(inner, self.pair.b)).astype(product.dtype)
-
-        if self.columns.is_idle is None:
-            return added(product)
-        return jax.lax.cond(self.columns.is_idle, lambda product: product, added, product)
-
-
-def lora_columns(adapters: dict[str, Any], tokens: LoraTokens) -> LoraColumns:
-    """The columns of `adapters`, the tree beside the layers, that each token has."""
-    own = tokens.places[:, None] == adapters["place_of_column"]
-    return LoraColumns(own, (tokens.places == 0).all() if tokens.skips_idle else None)
-
-
-def adapted(layer: dict[str, Any], pairs: dict[str, Any], columns: LoraColumns | None) -> dict[str, Any]:
-    """A layer's parameters with an `AdaptedMatrix` wherever `pairs`, of the same shape, has a pair."""
-    if columns is None:
-        return layer
-    found = dict(layer)
-    for name, value in pairs.items():
-        if isinstance(value, LoraPair):
-            found[name] = layer[name] | {"kernel": AdaptedMatrix(layer[name]["kernel"], value, columns)}
-        else:
-            found[name] = adapted(layer[name], value, columns)
-    return found
 
 
 def lora_weights(config: ModelConfig) -> list[Weight]:
@@ -229,16 +148,6 @@ def _with_rows(stored: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array
     if not is_packed(stored):
         return jax.lax.dynamic_update_slice_in_dim(stored, new, first, axis=stored.ndim - 2)
     return jax.lax.dynamic_update_slice_in_dim(stored, pack(new), first // stored.shape[3], axis=1)
-
-
-def _matmul(x: jax.Array, matrix: jax.Array) -> jax.Array:
-    """float32[T, out]."""
-    if is_packed(matrix):
-        return packed_matmul(x, matrix, jnp.float32)
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        x, matrix, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
 
 
 def _stacked(*leaves: Any) -> Any:

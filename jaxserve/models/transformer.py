@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxserve.models.adapted import LoraColumns, LoraTokens, adapted, lora_columns
 from jaxserve.models.attention import Attend
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.decoder_layer import bind_layer
 from jaxserve.models.linear import matmul
-from jaxserve.models.lora import LoraColumns, LoraTokens, adapted, lora_columns
 from jaxserve.models.norm import rms_norm
 from jaxserve.models.rope import rope_tables
 from jaxserve.models.weights import Weight, make_params

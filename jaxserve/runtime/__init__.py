@@ -5,7 +5,8 @@ from jaxserve.runtime.compile_cache import enable_compile_cache
 from jaxserve.runtime.compile_counter import COMPILES
 from jaxserve.runtime.memory_plan import MemoryPlan
 from jaxserve.runtime.mesh import make_mesh
-from jaxserve.runtime.runner import ModelRunner, RowScores, StepHandle, StepOutput
+from jaxserve.runtime.runner import ModelRunner
+from jaxserve.runtime.step_handles import RowScores, StepHandle, StepOutput
 from jaxserve.runtime.weights_form import arrange_weights, weights_form
 
 __all__ = [

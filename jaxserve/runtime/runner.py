@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,79 +25,11 @@ from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_page
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
 from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, join_state, slot_row, split_state
-from jaxserve.runtime.steps import Forwarded, StepOutputs
+from jaxserve.runtime.step_handles import PreparedStep, StepHandle, StepOutput
+from jaxserve.runtime.steps import StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
-from jaxserve.tables import Bucket, BucketTable, StepTables, TableBuilder
+from jaxserve.tables import Bucket, BucketTable, TableBuilder
 from pallas_kernels.paged_attention import choose_implementation
-
-
-@dataclass(frozen=True, slots=True)
-class RowScores:
-    """Raw log-probabilities at one position.
-
-    Attributes:
-      logprob, rank: of the token itself.
-      top: (token id, logprob) of the likeliest, best first; as many as the sampler keeps.
-    """
-
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
-
-
-@dataclass(slots=True, eq=False)
-class PreparedStep:
-    """A packed plan: its tables, and the dense rows of requests that took a slot and edit logits."""
-
-    plan: StepPlan
-    slot_rows: list[tuple[int, SlotRow]]
-    tables: StepTables
-
-
-@dataclass(slots=True)
-class StepHandle:
-    """A dispatched step.
-
-    Attributes:
-      plan, bucket: what runs, and in which compiled shape.
-      forwarded: the first program's results, with the second one's parameters; None once that is started.
-      outputs: the arrays to come; None until then.
-    """
-
-    plan: StepPlan
-    bucket: Bucket
-    forwarded: tuple[Forwarded, np.ndarray] | None
-    outputs: StepOutputs | None = None
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """A collected step.
-
-    Attributes:
-      result: for the scheduler.
-      bucket: the compiled shape that ran.
-    """
-
-    result: StepResult
-    bucket: Bucket
-    _outputs: StepOutputs
-    _arrays: dict[str, Any] = field(default_factory=dict)
-
-    def scores(self, source: str, row: int) -> RowScores:
-        """Of the token sampled by decode row or prefill chunk `row` (see `TokenEvent`)."""
-        return self._at("scores", row if source == "decode" else self.bucket.decode_rows + row)
-
-    def prompt_scores(self, first: int, count: int) -> list[RowScores]:
-        """Of the tokens that follow flat prefill positions [first, first + count)."""
-        return [self._at("prompt_scores", index) for index in range(first, first + count)]
-
-    def _at(self, name: str, index: int) -> RowScores:
-        arrays = self._arrays.get(name)
-        if arrays is None:
-            arrays = self._arrays[name] = jax.device_get(getattr(self._outputs, name))
-        top = list(zip(arrays.top_ids[index].tolist(), arrays.top_logprobs[index].tolist(), strict=True))
-        return RowScores(float(arrays.logprob[index]), int(arrays.rank[index]), top)
 
 
 class ModelRunner:

@@ -184,7 +184,7 @@ class StepResult:
       prefill_tokens: sampled id per chunk, in plan order; meaningless where the chunk does not emit.
       decode_runs: of a plan of several steps, instead of `decode_tokens`: per decode row its tokens in order, the one
         that stopped it being the last; none where the token fed to it had ended its request.
-      Logprob data travels beside this (see `jaxserve.runtime.runner.StepOutput`): the scheduler needs none.
+      Logprob data travels beside this (see `jaxserve.runtime.StepOutput`): the scheduler needs none.
     """
 
     decode_tokens: tuple[int, ...]

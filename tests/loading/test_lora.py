@@ -13,6 +13,7 @@ from jaxserve.loading import model_config_of, resolve_model
 from jaxserve.loading.lora import MAX_CONFIG_BYTES, read_lora
 from jaxserve.models import LoraPair
 from jaxserve.testing.tiny_lora import write_tiny_lora
+from tests.models.tiny_models import FOLDER
 
 PREFIX = "base_model.model.model.layers"
 UP = f"{PREFIX}.1.mlp.up_proj"
@@ -203,3 +204,24 @@ def test_what_is_missing_is_told(adapter, config, tmp_path):
         AdapterNotFoundError, match=r"adapter_model\.safetensors is missing; .* must be converted first"
     ):
         read(adapter, config)
+
+
+def test_modules_that_share_a_tensor_have_its_rows(tmp_path):
+    config = model_config_of(resolve_model(str(FOLDER / "phi3_fused")))
+    widths = [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((2, config.hidden_size), np.float32)
+    b = rng.standard_normal((sum(widths), 2), np.float32)
+    module = f"{PREFIX}.0.self_attn.qkv_proj"
+    tmp_path.joinpath("adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["qkv_proj"], "bias": "none"})
+    )
+    save_file({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
+    attention = read(tmp_path, config)[0]["attention"]
+    parts = [attention[name] for name in ("q_proj", "k_proj", "v_proj")]
+    for pair, part in zip(parts, np.split(b, np.cumsum(widths)[:-1]), strict=True):
+        np.testing.assert_array_equal(pair.a[:, :2], a.T)
+        np.testing.assert_array_equal(pair.b[:2], part.T)
+    save_file({f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b[1:]}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"qkv_proj.lora_B.weight has shape \[{len(b) - 1}, 2\]"):
+        read(tmp_path, config)
