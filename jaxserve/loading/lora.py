@@ -34,7 +34,9 @@ _MUST_BE_UNSET = (
     *("use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "layer_replication", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "alora_invocation_tokens", "arrow_config", "use_bdlora"),
 )
-_SUPPORTED = f"LoRA pairs of {', '.join(LORA_TARGETS)} without bias are supported"
+_TARGETS = (*LORA_TARGETS, "qkv_proj", "gate_up_proj")
+"""What adapters call the modules; the last two where a model has one tensor for several."""
+_SUPPORTED = f"LoRA pairs of {', '.join(_TARGETS)} without bias are supported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class LoraConfig:
             raise UnsupportedModelError(f"{file}: bias is {_shown(fields['bias'])}; {_SUPPORTED}")
         targets = fields.get("target_modules")
         for target in targets if isinstance(targets, list) else ():
-            if not isinstance(target, str) or target.rpartition(".")[2] not in LORA_TARGETS:
+            if not isinstance(target, str) or target.rpartition(".")[2] not in _TARGETS:
                 raise UnsupportedModelError(f"{file}: target_modules has {_shown(target)}; {_SUPPORTED}")
         self._rank = self._whole("r", fields.get("r"))
         self._alpha = self._number("lora_alpha", fields.get("lora_alpha"))
