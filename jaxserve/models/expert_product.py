@@ -61,7 +61,8 @@ def _blocks(
     x: jax.Array, flat: jax.Array, order: jax.Array, sizes: jax.Array, count: int, weights: ExpertWeights, mix: Mix
 ) -> jax.Array:
     num = flat.shape[0]
-    rows = 8 if num <= 512 else 32
+    # About what an expert has if all are equally likely, so that most need one block.
+    rows = min(32, max(4, 1 << (-(-num // sizes.shape[0]) - 1).bit_length()))
     blocks = -(-sizes // rows)
     ends, starts = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
 

@@ -122,7 +122,8 @@ class Experts(nnx.Module):
         """[T, d] -> [T, d]; 0 of a token of padding, but for the shared experts."""
         weights, chosen = self.router(x)
         if batch.live is not None:
-            chosen = jnp.where(batch.live[:, None], chosen, self.config.num_experts)
+            live = batch.live[:, None]
+            weights, chosen = jnp.where(live, weights, 0.0), jnp.where(live, chosen, self.config.num_experts)
         out = self._routed(x, weights, chosen, batch).astype(x.dtype)
         return out if self.shared is None else out + self.shared(x, batch)
 
