@@ -75,6 +75,21 @@ class SafetensorsReader:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}; weights must be one of {', '.join(FLOATS)}"
             )
+        return self._mapped(name, dtype, rows)
+
+    def read_bytes(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
+        """A tensor of dtype U8, or only these rows of it.
+
+        Raises:
+          CheckpointError: it has another dtype.
+        """
+        entry = self._entries[name]
+        if entry.dtype != "U8":
+            raise CheckpointError(f"{entry.file}: tensor {name} has dtype {entry.dtype}; it must be U8")
+        return self._mapped(name, np.dtype(np.uint8), rows)
+
+    def _mapped(self, name: str, dtype: np.dtype[Any], rows: range | None) -> np.ndarray[Any, Any]:
+        entry = self._entries[name]
         if rows is None:
             return map_tensor(entry.file, name, dtype, entry.shape, entry.begin)
         row = entry.shape[1:]

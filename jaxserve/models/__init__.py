@@ -2,7 +2,8 @@
 
 from jaxserve.models.adapted import LoraPair, LoraTokens
 from jaxserve.models.attention import Attend, AttentionOptions
-from jaxserve.models.config import LayerKind, ModelConfig, RopeConfig
+from jaxserve.models.batch import Batch
+from jaxserve.models.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
 from jaxserve.models.lora import (
     LORA_TARGETS,
     abstract_lora,
@@ -32,6 +33,8 @@ __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "Attend",
     "AttentionOptions",
+    "Batch",
+    "ExpertsConfig",
     "LayerKind",
     "LoraPair",
     "LoraTokens",

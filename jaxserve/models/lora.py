@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.core import UnsupportedModelError
 from jaxserve.models.adapted import LoraPair
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.sharding import partition_spec
@@ -58,6 +59,9 @@ def lora_tree(config: ModelConfig, pair_of: Callable[[Weight], LoraPair], *, sta
 
     Args:
       stacked: arrays are stacked over layers; shapes and shardings get a first dimension.
+
+    Raises:
+      UnsupportedModelError: arrays of layers that differ cannot be stacked.
     """
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     for weight in lora_weights(config):
@@ -65,6 +69,10 @@ def lora_tree(config: ModelConfig, pair_of: Callable[[Weight], LoraPair], *, sta
         for key in weight.path[:-2]:
             node = node[key] if isinstance(key, int) else node if key == "layers" else node.setdefault(key, {})
         node[weight.path[-2]] = pair_of(weight)
+    if stacked and any(jax.tree.structure(layer) != jax.tree.structure(layers[0]) for layer in layers[1:]):
+        raise UnsupportedModelError(
+            "LoRA adapters of a model whose layers are of several kinds need unstacked layers (scan_layers=false)"
+        )
     return jax.tree.map(_stacked, *layers) if stacked else layers
 
 

@@ -10,13 +10,15 @@ class Parameter(NamedTuple):
 
     Attributes:
       path: keys within the layer, e.g. `("mlp", "up_proj", "kernel")`.
-      shape: matrices are [in, out].
+      shape: matrices are [in, out], those of experts [E, in, out].
       axes: logical axis of each dimension, see `jaxserve.models.sharding`.
+      is_float32: whatever dtype the model has.
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    is_float32: bool = False
 
 
 def linear_parameters(

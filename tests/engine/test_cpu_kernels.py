@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.models import ModelConfig, RopeConfig
+from jaxserve.models import ExpertsConfig, ModelConfig, RopeConfig
 from jaxserve.runtime import make_mesh, weights_form
 from pallas_kernels.common import native
 from pallas_kernels.decoder_stack import is_stack
@@ -92,6 +92,8 @@ def test_weights_are_packed_on_one_cpu_device(make_llm):
         ({"attention_scale": 0.5}, "attention_scale 0.5"),
         ({"attention_softcap": 50.0}, "attention_softcap"),
         ({"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
+        ({"attention_sinks": True}, "attention_sinks"),
+        ({"mlp_kinds": ("experts",), "experts": ExpertsConfig(4, 2, 8)}, "a mixture of experts"),
         ({"other_ropes": (RopeConfig(theta=5.0),), "layer_ropes": (1,)}, "more than one rope"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -128,6 +128,12 @@ def test_norms_over_all_heads_and_shared_tensors_are_right_where_kv_heads_are_re
     assert run(FAMILIES, FOLDER, 4, "olmo2_postnorm", "phi3_fused") == 2
 
 
+def test_experts_answer_alike_one_for_each_device_and_where_they_do_not_divide():
+    assert run(FAMILIES, FOLDER, 4, "mixtral_moe", "gpt_oss_sinks") == 2
+    # 4 experts by their width of 96; 8 experts of width 32 on every device.
+    assert run(FAMILIES, FOLDER, 3, "mixtral_moe", "gpt_oss_sinks", "qwen3_moe") == 3
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 def test_no_device_copies_or_gathers_the_pool(tiny_model_dir, devices):
     pool_bytes = 2 * 2000 * 2 * (2 if devices == 4 else 1) * 16 * 16 * 4

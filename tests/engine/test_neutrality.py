@@ -1,14 +1,17 @@
 """What a request gets does not depend on how it was chunked, batched, paged or placed."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve import SamplingParams
+from jaxserve import LLM, SamplingParams
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.models import forward, unembed
 from tests.engine.conftest import assert_idle_clean, assert_same_tokens, greedy, ids, random_prompts
+from tests.models.tiny_models import FOLDER
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 90)
 
@@ -67,6 +70,31 @@ def test_whole_prompts_equal_dense(make_llm, expected):
     got = ids(llm.generate(random_prompts(LENGTHS), greedy(12), use_tqdm=False))
     for tokens, (want, gaps) in zip(got, expected, strict=True):
         assert_same_tokens(tokens, want, gaps)
+
+
+def test_experts_of_a_token_do_not_depend_on_its_batch():
+    folder = FOLDER / "qwen3_moe"
+    golden = json.loads((folder / "golden.json").read_text())
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        prefill_chunk=9,
+        page_size=4,
+        num_pages=129,
+        decode_buckets=(4,),
+        prefill_buckets=(64,),
+        table_width_buckets=(32,),
+        compile_cache="",
+    )
+    prompts = [golden["prompt_ids"], *random_prompts((3, 30, 17), vocab=320)]
+    together = ids(llm.generate(prompts, greedy(16), use_tqdm=False))
+    assert_same_tokens(together[0], golden["greedy_ids"][:16], golden["greedy_top2_gaps"])
+    assert together == [ids(llm.generate(prompt, greedy(16), use_tqdm=False))[0] for prompt in prompts]
+    assert_idle_clean(llm)
 
 
 def test_alone_equals_batched_in_any_order(make_llm, llm, expected):

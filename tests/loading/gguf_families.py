@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import gguf
 import numpy as np
@@ -20,10 +21,13 @@ ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "granite": gguf.MODEL_ARCH.GRANITE,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 """By `model_type`."""
 
-_PERMUTED = ("llama", "mistral", "granite")
+_PERMUTED = ("llama", "mistral", "granite", "mixtral")
 _NORMS_HOLD_ONE = ("gemma2", "gemma3_text")
 
 
@@ -42,7 +46,7 @@ def write_family(path, folder, *, quant=None, edit=None):
     if edit is not None:
         edit(writer)
     heads = {".q_proj.": config["num_attention_heads"], ".k_proj.": config["num_key_value_heads"]}
-    for name, value in load_file(folder / "model.safetensors").items():
+    for name, value in _of_all_experts(load_file(folder / "model.safetensors")).items():
         if kind in _PERMUTED:
             value = next((permute(value, count) for part, count in heads.items() if part in name), value)
         if kind in _NORMS_HOLD_ONE and name.endswith("norm.weight"):
@@ -50,7 +54,7 @@ def write_family(path, folder, *, quant=None, edit=None):
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
         value = np.ascontiguousarray(value)
-        if quant is None or value.ndim == 1:
+        if quant is None or value.ndim == 1 or name.endswith((".bias", ".gate.weight", ".router.weight")):
             writer.add_tensor(own, value)
         else:
             writer.add_tensor(own, gguf.quantize(value, quant), raw_dtype=quant)
@@ -61,6 +65,28 @@ def write_family(path, folder, *, quant=None, edit=None):
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _of_all_experts(tensors):
+    """Experts' matrices one behind the other in one tensor, under the names that the converter gives to the map."""
+    found, stacks = {}, {}
+    for name, value in tensors.items():
+        if match := re.fullmatch(r"model\.(layers\.\d+\.)(.*)\.experts\.(\d+)\.(\w+)\.weight", name):
+            layer, block, index, matrix = match.groups()
+            middle = "feed_forward" if block == "block_sparse_moe" else f"{block}"
+            prefix = "" if block == "block_sparse_moe" else "model."
+            stacks.setdefault(f"{prefix}{layer}{middle}.experts.{matrix}.weight", {})[int(index)] = value
+        elif "experts.gate_up_proj" in name or "experts.down_proj" in name:
+            base, _, matrix = name.rpartition(".")
+            kind = "bias" if matrix.endswith("_bias") else "weight"
+            value = value if kind == "bias" else value.swapaxes(1, 2)
+            if matrix.startswith("down"):
+                found[f"{base}.down_proj.{kind}"] = value
+            else:
+                found[f"{base}.gate_proj.{kind}"], found[f"{base}.up_proj.{kind}"] = value[:, 0::2], value[:, 1::2]
+        else:
+            found[f"{name}.weight" if name.endswith(".sinks") else name] = value
+    return found | {name: np.stack([own[i] for i in range(len(own))]) for name, own in stacks.items()}
 
 
 def _write_metadata(writer, config):
@@ -77,12 +103,17 @@ def _write_metadata(writer, config):
         writer.add_value_length(head_dim)
     if kind != "gemma2":  # its converter writes no base
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if kind in ("mistral", "gemma2", "gemma3_text", "phi3"):
+    if kind in ("mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if kind == "phi3":
         share = rope.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(share * config["hidden_size"]) // config["num_attention_heads"])
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    if experts := config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if kind != "mixtral":
+            writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Quant
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file
 
 from jaxserve.core import CheckpointError, UnsupportedModelError
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.loading.gguf_reader import GgufReader
 from jaxserve.models import forward, unembed
 from jaxserve.models.rope import inverse_frequencies
-from pallas_kernels.matmul import packed_matmul
+from pallas_kernels.matmul import QuantisedMatrix, packed_matmul
 from tests.loading.gguf_families import write_family
 from tests.models.tiny_models import FOLDER, NAMES, changed, dense_attend
 
@@ -48,6 +50,33 @@ def test_blocks_of_a_file_are_kept_also_of_shared_tensors(tmp_path, name):
         quantised = kept.params["layers"][1][module][matrix]["kernel"]
         found = packed_matmul(jnp.eye(wanted.shape[0], dtype=jnp.float32), quantised, jnp.float32)
         np.testing.assert_allclose(found, wanted, atol=0.02 * float(jnp.abs(wanted).max()))
+
+
+def test_experts_in_mxfp4_are_what_the_gguf_package_makes_of_them(tmp_path):
+    path = write_family(tmp_path / "m.gguf", FOLDER / "gpt_oss_sinks", quant=Quant.MXFP4)
+    stored = load_file(FOLDER / "gpt_oss_sinks" / "model.safetensors")
+    down = stored["model.layers.2.mlp.experts.down_proj"].swapaxes(1, 2)
+    wanted = dequantize(quantize(np.ascontiguousarray(down), Quant.MXFP4), Quant.MXFP4).swapaxes(1, 2)
+    found = load(path).params["layers"][2]["mlp"]["experts"]["down_proj"]["kernels"]
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_blocks_are_kept_of_attention_and_not_of_experts(tmp_path):
+    path = write_family(tmp_path / "m.gguf", FOLDER / "mixtral_moe", quant=Quant.Q8_0)
+    layer = load(path, quantization="gguf").params["layers"][1]
+    assert isinstance(layer["attention"]["q_proj"]["kernel"], QuantisedMatrix)
+    assert isinstance(layer["mlp"]["experts"]["up_proj"]["kernels"], jax.Array)
+    assert isinstance(layer["mlp"]["router"]["weight"], jax.Array)
+
+
+def test_experts_of_another_architecture_are_refused(tmp_path):
+    def edit(writer):
+        writer.add_expert_count(8)
+
+    with pytest.raises(
+        UnsupportedModelError, match="experts of architecture qwen3 is not supported; those of llama, qwen3moe, gpt-oss"
+    ):
+        load(write_family(tmp_path / "m.gguf", FOLDER / "qwen3_qknorm", edit=edit))
 
 
 def test_longrope_and_partial_rotation_are_read(tmp_path):

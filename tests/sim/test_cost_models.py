@@ -114,12 +114,54 @@ def test_every_named_chip_is_known_and_the_shipped_models_have_their_size():
 
 
 def test_a_model_that_the_roofline_does_not_know_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8}))
-    with pytest.raises(ValueError, match=r"config.json.num_local_experts is 8; the roofline knows dense models"):
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))
+    with pytest.raises(ValueError, match=r"config.json.kv_lora_rank is 512; the roofline knows ordinary attention"):
         ModelShape.from_file(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     with pytest.raises(ValueError, match=r"config.json.num_attention_heads is missing"):
         ModelShape.from_file(tmp_path)
+
+
+MIXED = {
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 100,
+    "num_hidden_layers": 3,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+}
+
+
+def test_a_mixture_reads_the_experts_that_a_step_touches_and_multiplies_with_those_of_a_token(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXED))
+    shape = ModelShape.from_file(tmp_path)
+    attention, dense, router, expert = 3 * 8 * 4 * 12, 3 * 8 * 16, 2 * 8 * 6, 2 * 3 * 8 * 4
+    assert shape.layer_weights == attention + dense + router + 6 * expert
+    assert shape.token_weights == attention + dense + router + 2 * expert
+    assert shape.read_weights(0) == shape.layer_weights - 6 * expert
+    assert shape.read_weights(1) == pytest.approx(shape.token_weights)
+    # Of 6 experts, two tokens of 2 each touch 2 + 2 x 4/6.
+    assert shape.read_weights(2) == pytest.approx(shape.layer_weights - (6 - 2 - 8 / 6) * expert)
+    assert shape.read_weights(1000) == pytest.approx(shape.layer_weights)
+    cost = RooflineCost(CHIP, shape, compute_efficiency=1.0, memory_efficiency=1.0, overhead_s=0.0, weight_bits=8)
+    few, many = (cost.step_s(StepFeatures(decode_rows=rows, emitted=0)) for rows in (1, 2))
+    moved = 8 / 6 * expert + cost.kv_token_bytes
+    assert (many - few) * CHIP.bandwidth == pytest.approx(moved)
+
+
+def test_shared_experts_and_dense_first_layers_are_counted(tmp_path):
+    deepseek = {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 2}
+    config = {name: value for name, value in MIXED.items() if name not in ("num_experts", "mlp_only_layers")}
+    (tmp_path / "config.json").write_text(json.dumps(config | deepseek))
+    shape = ModelShape.from_file(tmp_path)
+    assert (shape.num_expert_layers, shape.num_experts, shape.shared_hidden) == (1, 6, 8)
+    attention, dense = 3 * 8 * 4 * 12, 2 * 3 * 8 * 16
+    assert shape.token_weights == attention + dense + 8 * 6 + 3 * 8 * (2 * 4 + 8)
 
 
 def test_impossible_devices_are_refused():
