@@ -58,6 +58,9 @@ class ExpectedWeight(Protocol):
     @property
     def rows(self) -> range | None: ...
 
+    @property
+    def head_rows(self) -> tuple[int, int, range] | None: ...
+
 
 def check_tensors(reader: CheckpointReader, expected: Sequence[ExpectedWeight], ignored: Iterable[str]) -> None:
     """Compares a checkpoint's tensors with a model's weights, all from headers.
@@ -89,6 +92,10 @@ def _tensor_shapes(expected: Sequence[ExpectedWeight]) -> dict[str, tuple[int, .
     """Shapes in a Hugging Face checkpoint, by name; weights that share a tensor are one below the other in it."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in expected:
+        if weight.head_rows is not None:
+            num_heads, size, _ = weight.head_rows
+            shapes[weight.hf_name] = (num_heads * size, weight.shape[-2 if weight.transpose else -1])
+            continue
         shape = weight.shape[::-1] if weight.transpose else weight.shape
         first = 0 if weight.rows is None else weight.rows.start
         shapes[weight.hf_name] = (first + shape[0], *shape[1:])

@@ -98,7 +98,7 @@ def load_model(
         value = reader.read(weight.hf_name, weight.rows)
         # Views of a file are copied even if nothing else is to be done; see `map_tensor`.
         is_own = value.flags.writeable
-        return np.array(value.T if weight.transpose else value, target, order="C", copy=None if is_own else True)
+        return np.array(weight.arranged(value), target, order="C", copy=None if is_own else True)
 
     total = sum(_num_bytes(abstract_params_of(weight, forms, target)) for weight in table)
     done = 0

@@ -1,7 +1,7 @@
 """Models: configuration, weight table, flax modules, rotary embedding, sharding rules."""
 
 from jaxserve.models.attention import Attend, AttentionOptions
-from jaxserve.models.config import LayerKind, ModelConfig, RopeConfig
+from jaxserve.models.config import LatentConfig, LayerKind, ModelConfig, RopeConfig
 from jaxserve.models.names import Names
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
 from jaxserve.models.sharding import param_shardings, partition_spec
@@ -20,6 +20,7 @@ __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "Attend",
     "AttentionOptions",
+    "LatentConfig",
     "LayerKind",
     "ModelConfig",
     "Names",

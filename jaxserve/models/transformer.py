@@ -62,7 +62,7 @@ def forward(
     if config.embedding_multiplier != 1.0:
         x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     longest = config.served_length or config.max_position_embeddings
-    ropes = [rope_tables(rope, config.head_dim, longest, positions) for rope in config.ropes]
+    ropes = [rope_tables(rope, config.rope_head_dim, longest, positions) for rope in config.ropes]
     layers = params["layers"]
     if run_layers is not None:
         return run_layers(layers, x, ropes[0], cache)
@@ -152,7 +152,7 @@ def pack_kernels(config: ModelConfig, params: Params) -> Params:
         if is_packed(holder[name]):
             return
         matrix = holder[name].T if transposed else holder[name]
-        if can_pack(matrix.shape, matrix.dtype):
+        if matrix.ndim == 2 and can_pack(matrix.shape, matrix.dtype):
             holder[name] = jax.block_until_ready(pack(matrix))
 
     def walk(holder: Params) -> None:

@@ -16,8 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder_layer import layer_parameters
+from jaxserve.models.parameter import HeadRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Weight:
       shape: as it is here, after `transpose`.
       transpose: the checkpoint stores `[out, in]`, the tree `[in, out]`.
       axes: logical axis of each dimension, see `jaxserve.models.sharding`.
+      head_rows: of that tensor, if it holds other weights of every head too.
     """
 
     path: tuple[str | int, ...]
@@ -39,6 +43,14 @@ class Weight:
     transpose: bool
     axes: tuple[str | None, ...]
     rows: range | None = None
+    head_rows: HeadRows | None = None
+
+    def arranged(self, tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The tensor (only `rows` of it) as it is here, without a copy."""
+        if self.head_rows is not None:
+            num_heads, size, rows = self.head_rows
+            tensor = tensor.reshape(num_heads, size, -1)[:, rows.start : rows.stop]
+        return tensor.swapaxes(-1, -2) if self.transpose else tensor
 
 
 def weights(config: ModelConfig) -> list[Weight]:
@@ -54,8 +66,11 @@ def weights(config: ModelConfig) -> list[Weight]:
 
 
 def ignorable(config: ModelConfig, hf_name: str) -> bool:
-    """Whether a checkpoint tensor that is not in the table may be left unread: buffers and tied copies."""
+    """Whether a checkpoint tensor that is not in the table may be left unread: buffers, tied copies, unused layers."""
     if hf_name.endswith((".rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias")):
+        return True
+    unused = range(config.num_layers, config.num_layers + config.unused_layers)
+    if hf_name.startswith(tuple(config.names.layer.format(index) for index in unused)):
         return True
     return hf_name == config.names.lm_head and config.tie_word_embeddings
 
@@ -76,12 +91,12 @@ def _layer(config: ModelConfig, index: int) -> list[Weight]:
     parameters = layer_parameters(config, config.layer_kinds[index])
     tensors = [names.tensor(index, parameter.path) for parameter in parameters]
     found, ends = [], dict.fromkeys(tensors, 0)
-    for tensor, (path, shape, axes) in zip(tensors, parameters, strict=True):
+    for tensor, (path, shape, axes, head_rows) in zip(tensors, parameters, strict=True):
         first, ends[tensor] = ends[tensor], ends[tensor] + shape[-1]
-        rows = range(first, ends[tensor]) if tensors.count(tensor) > 1 else None
+        rows = range(first, ends[tensor]) if tensors.count(tensor) > 1 and head_rows is None else None
         transpose = path[-1] == "kernel" and ".".join(path[:-1]) not in names.in_out
         assert rows is None or transpose or len(shape) == 1, (
             f"{tensor} is shared and [in, out]: it has no rows to share"
         )
-        found.append(Weight(("layers", index, *path), tensor, shape, transpose, axes, rows))
+        found.append(Weight(("layers", index, *path), tensor, shape, transpose, axes, rows, head_rows))
     return found

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.models import ModelConfig
-from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout, attention_implementation
 from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, make_plan, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
@@ -28,7 +28,6 @@ from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, slot_row
 from jaxserve.runtime.steps import Forwarded, StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.tables import Bucket, BucketTable, StepTables, TableBuilder
-from pallas_kernels.paged_attention import choose_implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ class ModelRunner:
             mesh,
             config.page_size,
             kv_dtype,
-            choose_implementation(config.attention_implementation, mesh.devices.flat[0].platform, kv_dtype),
+            attention_implementation(config, model_config, mesh.devices.flat[0].platform),
         )
         self._programs = ProgramTable(
             self._kv,

@@ -40,7 +40,7 @@ def load(name):
         tensor = tensors[weight.hf_name]
         if weight.rows is not None:
             tensor = tensor[weight.rows.start : weight.rows.stop]
-        tensor = jnp.asarray(tensor.T if weight.transpose else tensor)
+        tensor = jnp.asarray(weight.arranged(tensor))
         assert tensor.shape == weight.shape, weight
         return tensor
 
@@ -61,6 +61,7 @@ def dense_attend(layer, q, k, v, cache, options):
     """Attention among the tokens of one sequence, no cache."""
     assert options.sinks is None
     tokens, heads, _ = q.shape
+    v = k[..., : options.value_dim] if v is None else v
     k, v = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
     scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * options.scale
     if options.logit_softcap is not None:
