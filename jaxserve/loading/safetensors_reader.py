@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.core import CheckpointError
+from jaxserve.loading.block_fp8 import SCALE_SUFFIX, block_size_of, widen
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.mapped_file import map_tensor
 
@@ -55,6 +56,7 @@ class SafetensorsReader:
         self.hf_config = read_json_object(directory / "config.json")
         generation = directory / "generation_config.json"
         self.generation_config = read_json_object(generation) if generation.is_file() else {}
+        self._block = block_size_of(self.hf_config)
         self._entries: dict[str, _Entry] = {}
         for file, wanted in _shards(directory).items():
             found = _read_header(file)
@@ -63,12 +65,22 @@ class SafetensorsReader:
             self._entries.update(found)
 
     def names(self) -> list[str]:
-        return list(self._entries)
+        return [name for name in self._entries if not self._is_scale(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
     def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
+        stored = self._stored(name, rows)
+        if self._block is None or f"{name}{SCALE_SUFFIX}" not in self._entries:
+            return stored
+        scales = self._stored(f"{name}{SCALE_SUFFIX}", None)
+        return widen(name, stored, scales, self._block, 0 if rows is None else rows.start)
+
+    def _is_scale(self, name: str) -> bool:
+        return self._block is not None and name.endswith(SCALE_SUFFIX) and name[: -len(SCALE_SUFFIX)] in self._entries
+
+    def _stored(self, name: str, rows: range | None) -> np.ndarray[Any, Any]:
         entry = self._entries[name]
         dtype = _FLOATS.get(entry.dtype)
         if dtype is None:

@@ -85,10 +85,11 @@ def decoder_config(
     Raises:
       UnsupportedModelError: a needed field is missing or inconsistent, or something is not supported.
     """
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
+    quantised = hf.get("quantization_config") or {}
+    if quantised and not (quantised.get("quant_method") == "fp8" and quantised.get("weight_block_size")):
         raise UnsupportedModelError(
-            f"the checkpoint is quantised ({method}); supported are float checkpoints and GGUF files"
+            f"the checkpoint is quantised ({quantised.get('quant_method', 'unknown')}); supported are float"
+            " checkpoints, fp8 with weight_block_size and GGUF files"
         )
     activation = hf.get(activation_field) or default_activation
     if activation not in ACTIVATIONS:
