@@ -85,6 +85,7 @@ class PoolLayout:
             config.head_dim,
             self.implementation,
             latent=config.value_dim is not None,
+            platform=self.mesh.devices.flat[0].platform,
         )
         pages = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)
         if self.dtype.name not in QUANTISED_DTYPES:

@@ -8,7 +8,8 @@ dimension D that is no multiple of that:
 
 A latent pool [L, P, 1, K, S, D] holds one row per token and KV head, which is its key and whose first `value_dim`
 numbers are its value (multi-head latent attention in absorbed form, DeepSeek-V2, Liu et al. 2024, section 2.1). Its
-scales are [L, P, 2, K, S] too: of those first numbers (0), and of the others (1).
+scales are [L, P, 2, K, S] too: of those first numbers (0), and of the others (1). On TPUs its rows are padded to a
+multiple of 128.
 """
 
 from __future__ import annotations
@@ -32,15 +33,20 @@ def pool_shape(
     implementation: str,
     *,
     latent: bool = False,
+    platform: str = "cpu",
 ) -> tuple[int, ...]:
     """The shape of a pool in the form that `implementation` of paged attention takes and that costs least memory.
 
     Args:
       implementation: a name in `IMPLEMENTATIONS`, not "auto".
       latent: values are a part of keys.
+      platform: of the devices; a latent pool's form depends on it, as XLA itself reads it.
     """
-    parts, width = (1 if latent else 2), head_dim
-    if not latent and implementation == "mosaic_tpu" and head_dim % 128:
+    if latent:
+        width = -(-head_dim // 128) * 128 if platform == "tpu" else head_dim
+        return (num_layers, num_pages, 1, num_kv_heads, page_size, width)
+    parts, width = 2, head_dim
+    if implementation == "mosaic_tpu" and head_dim % 128:
         parts, width = (2, -(-head_dim // 128) * 128) if 2 * head_dim % 128 else (1, 2 * head_dim)
     return (num_layers, num_pages, parts, num_kv_heads, page_size, width)
 
@@ -55,10 +61,11 @@ def check_pool_form(shape: tuple[int, ...], dim: int, value_dim: int | None = No
       ValueError: see above.
     """
     if value_dim is not None:
-        if len(shape) != 6 or (shape[2], shape[5]) != (1, dim) or not 0 < value_dim < dim:
+        forms = ((1, dim), (1, -(-dim // 128) * 128))
+        if len(shape) != 6 or (shape[2], shape[5]) not in forms or not 0 < value_dim < dim:
             raise ValueError(
                 f"pool is {tuple(shape)} for keys of {dim} numbers with values of {value_dim} in them; it must be"
-                " [L, P, 1, K, S, D] with 0 < value_dim < D"
+                " [L, P, 1, K, S, D], or D rounded up to 128, with 0 < value_dim < D"
             )
         return
     forms = ((2, dim), (2, -(-dim // 128) * 128), (1, 2 * dim))

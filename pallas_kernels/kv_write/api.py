@@ -125,14 +125,13 @@ def write_kv(
             stored = _as_stored(pool, stored)
         else:
             first, other = (quantise(part, pool.dtype) for part in (new[..., :value_dim], new[..., value_dim:]))
-            stored = jnp.concatenate([first[0], other[0]], axis=-1)
+            stored = _as_stored(pool, jnp.concatenate([first[0], other[0]], axis=-1))
             new_scales = jnp.concatenate([first[1], other[1]], axis=1)
         return (
             _scatter(pool, layer, page_ids, offsets, stored),
             _scatter(scales, layer, page_ids, offsets, new_scales),
         )
-    new = new.astype(pool.dtype)
-    stored = new if v is None else _as_stored(pool, new)
+    stored = _as_stored(pool, new.astype(pool.dtype))
     if implementation == "xla":
         return _scatter(pool, layer, page_ids, offsets, stored)
     # Imported when first chosen, as attention kernels are.
@@ -151,8 +150,8 @@ def choose_write(pool: jax.Array, attention: str) -> str:
 
 
 def _as_stored(pool: jax.Array, new: jax.Array) -> jax.Array:
-    """[T, 2 or 1, K, E]: what [T, 2, K, D] is in the pool's form."""
-    if pool.shape[2] == 1:
+    """[T, 2 or 1, K, E]: what [T, 2, K, D], or [T, 1, K, D] of a latent pool, is in the pool's form."""
+    if pool.shape[2] < new.shape[1]:
         return jnp.concatenate([new[:, :1], new[:, 1:]], axis=-1)
     return jnp.pad(new, ((0, 0), (0, 0), (0, 0), (0, pool.shape[5] - new.shape[3])))
 

@@ -77,7 +77,7 @@ class _PageReader(NamedTuple):
         if self.value_dim is not None:
             own = None if self.scales is None else [take(self.scales, part) for part in (0, 1)]
             pair = None if own is None else jnp.concatenate(own, axis=-1)
-            return split_latent(take(self.pool, 0), self.value_dim, pair)
+            return split_latent(take(self.pool, 0)[..., : self.dim], self.value_dim, pair)
         if parts == 1:
             both = take(self.pool, 0)
             keys, values = both[..., : self.dim], both[..., self.dim :]

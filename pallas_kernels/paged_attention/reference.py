@@ -35,7 +35,7 @@ def paged_attention_reference(
         own = None if scales is None else scales[layer, page_table[row]][..., None]  # [W, 2, K, S, 1]
         if value_dim is not None:
             pair = None if own is None else jnp.concatenate([own[:, 0], own[:, 1]], axis=-1)
-            keys, values = split_latent(pages[:, 0], value_dim, pair)
+            keys, values = split_latent(pages[:, 0, ..., :dim], value_dim, pair)
         else:
             keys, values = split_pages(pages, dim)  # [W, K, S, D]
             if own is not None:

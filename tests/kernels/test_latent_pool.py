@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.common.pool import pool_shape
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import (
     IMPLEMENTATIONS,
@@ -48,6 +50,23 @@ def test_attention_over_rounded_rows_is_dense_attention_of_what_they_stand_for(b
     options = {"dtype": bfloat16} if form == "bfloat16" else {"quantised": form}
     case = latent_case(queries, **options)
     assert_close(backend.run(case), dense(case), case)
+
+
+@every_backend
+@pytest.mark.parametrize("quantised", [None, "int8"])
+def test_padded_rows_hold_the_same(backend, quantised):
+    case = latent_case((1, 2, 4, 1, 9, 0), quantised=quantised)
+    padding = np.full((*case.pool.shape[:-1], 128 - DIM), 127 if quantised else np.nan, case.pool.dtype)
+    padded = replace(case, pool=np.concatenate([case.pool, padding], axis=-1))
+    np.testing.assert_array_equal(backend.run(padded), backend.run(case))
+
+
+def test_a_row_is_padded_where_it_is_written_to_a_padded_pool():
+    pool, ids = jnp.full((1, 3, 1, 1, 4, 128), jnp.nan), jnp.asarray([2], jnp.int32)
+    found = write_kv(pool, 0, jnp.ones((1, 1, DIM)), None, ids, ids, value_dim=VALUE_DIM)
+    np.testing.assert_array_equal(found[0, 2, 0, 0, 2], [1.0] * DIM + [0.0] * (128 - DIM))
+    assert pool_shape(1, 3, 1, 4, DIM, "cpu", latent=True, platform="tpu") == pool.shape
+    assert pool_shape(1, 3, 1, 4, DIM, "cpu", latent=True, platform="gpu") == (1, 3, 1, 1, 4, DIM)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "float8_e4m3fn"])
@@ -105,7 +124,7 @@ def test_auto_takes_plain_xla_for_a_latent_pool_and_says_why(backend, level, cap
 
 def test_what_does_not_fit_a_latent_pool_is_refused():
     q, pool, layer, table, context, _ = latent_case().args()
-    with pytest.raises(ValueError, match=r"keys of 24 numbers with values of 24.*0 < value_dim < D"):
+    with pytest.raises(ValueError, match=r"keys of 24 numbers with values of 24.*with 0 < value_dim < D"):
         paged_attention(q, pool, layer, table, context, value_dim=DIM)
     with pytest.raises(ValueError, match=r"must be \[L, P, 2, K, S, D\]"):
         paged_attention(q, pool, layer, table, context)
