@@ -108,9 +108,10 @@ def decode_bound(
     """
     size = jnp.dtype(dtype).itemsize
     shape = model_shape(config)
-    read = shape.layer_weights + shape.head_weights
+    read = shape.read_weights(slots) + shape.head_weights
+    multiplied = shape.token_weights + shape.head_weights
     kv_bytes = slots * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
-    weights_ms, flops_ms = read * size / gb_per_s / 1e6, 2 * slots * read / gflop_per_s / 1e6
+    weights_ms, flops_ms = read * size / gb_per_s / 1e6, 2 * slots * multiplied / gflop_per_s / 1e6
     kv_ms = kv_bytes / gb_per_s / 1e6
     return {
         "weights_ms": weights_ms,
@@ -128,6 +129,15 @@ def model_shape(config: ModelConfig) -> ModelShape:
     """
     if config.latent is not None:
         raise ValueError(f"{config.architecture} has latent attention, which the roofline does not know")
+    experts = {}
+    if config.experts is not None:
+        experts = {
+            "num_expert_layers": config.mlp_kinds.count("experts"),
+            "num_experts": config.experts.num_experts,
+            "num_chosen": config.experts.num_chosen,
+            "expert_hidden": config.experts.inner_size,
+            "shared_hidden": config.experts.shared_size,
+        }
     return ModelShape(
         num_layers=config.num_layers,
         hidden=config.hidden_size,
@@ -137,6 +147,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         tied_embeddings=config.tie_word_embeddings,
+        **experts,
     )
 
 
@@ -160,13 +171,15 @@ def measure_limits(dtypes: tuple[str, ...]) -> list[dict[str, Any]]:
 def measure_matmuls(config: ModelConfig, dtype: str, rows: int) -> list[dict[str, Any]]:
     """The products of one decode step, by shape and with the weights in the form that the engine gives them.
 
+    Those of experts are left out: how many there are depends on the tokens.
+
     Returns:
       A row per shape; `ms` and rates are of all products of that shape together.
     """
     packs = weights_form(EngineConfig(model="", dtype=dtype), make_mesh(1), config).startswith("packed")
     kinds: Counter[tuple[int, int, bool]] = Counter()
     for weight in weights(config):
-        if len(weight.shape) == 2 and (weight.path != ("embed",) or config.tie_word_embeddings):
+        if weight.is_matrix and (weight.path != ("embed",) or config.tie_word_embeddings):
             kinds[(*weight.shape, weight.path == ("embed",))] += 1  # type: ignore[index]
     results = []
     for (height, width, transposed), count in kinds.items():

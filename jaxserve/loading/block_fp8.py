@@ -1,7 +1,7 @@
-"""float8 weights with a scale per block of a matrix (DeepSeek-V3, section 3.3.2): made wide again while reading.
+"""float8 checkpoints with a scale per block of a matrix (DeepSeek-V3, section 3.3.2), made wide as they are read.
 
-A checkpoint's config says so in `quantization_config` (`quant_method` fp8, `weight_block_size`); the scales of
-`NAME` are the tensor `NAME_scale_inv`, which the stored numbers are multiplied by.
+The stored numbers of `NAME` are multiplied by the scales in `NAME_scale_inv`, float[rows / block rows, columns / block
+columns] rounded up.
 """
 
 from __future__ import annotations
@@ -12,55 +12,59 @@ from typing import Any
 import numpy as np
 
 from jaxserve.core import CheckpointError
+from jaxserve.loading.safetensors_reader import SafetensorsReader
 
-SCALE_SUFFIX = "_scale_inv"
-
-
-def block_size_of(hf: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block, if the checkpoint of this config.json has such weights.
-
-    Raises:
-      CheckpointError: the size is none.
-    """
-    quantised = hf.get("quantization_config") or {}
-    size = quantised.get("weight_block_size")
-    if quantised.get("quant_method") != "fp8" or size is None:
-        return None
-    if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)):
-        raise CheckpointError(f"weight_block_size is {size!r}; fp8 weights have blocks of two positive integers")
-    return size[0], size[1]
+METHOD = "fp8"
+_SCALES = "_scale_inv"
 
 
-def widen(
-    name: str,
-    stored: np.ndarray[Any, Any],
-    scales: np.ndarray[Any, Any],
-    block: tuple[int, int],
-    first_row: int,
-) -> np.ndarray[Any, Any]:
-    """The numbers that some rows of a matrix stand for.
+def is_block_fp8(quantised: Mapping[str, Any]) -> bool:
+    """Whether a config's `quantization_config` means this form."""
+    return quantised.get("quant_method") == METHOD and quantised.get("weight_block_size") is not None
 
-    Args:
-      name: of the tensor, for messages.
-      stored: float8[n, columns], rows from `first_row` on.
-      scales: of the whole matrix.
-      block: rows and columns of a block.
 
-    Returns:
-      float32[n, columns].
+class BlockFp8Reader:
+    """A directory whose `quantization_config` says fp8 in blocks; what has no scales is read as it is."""
 
-    Raises:
-      CheckpointError: there are fewer scales than blocks.
-    """
-    rows = (first_row + np.arange(stored.shape[0])) // block[0]
-    columns = np.arange(stored.shape[1]) // block[1]
-    if scales.ndim != 2 or (rows[-1] >= scales.shape[0]) or scales.shape[1] != columns[-1] + 1:
-        raise CheckpointError(
-            f"tensor {name}{SCALE_SUFFIX} has shape {list(scales.shape)}; {name} has rows up to"
-            f" {first_row + len(rows)} of {len(columns)} numbers in blocks of {block[0]} by {block[1]}"
-        )
-    wide = stored.astype(np.float32)
-    # A row of blocks at a time: the scales of all numbers would be as large as the result.
-    for index in range(rows[0], rows[-1] + 1):
-        wide[rows == index] *= np.repeat(scales[index].astype(np.float32), block[1])[: len(columns)]
-    return wide
+    def __init__(self, stored: SafetensorsReader) -> None:
+        """Checks shapes.
+
+        Raises:
+          CheckpointError: the block size is none, or scales do not fit their matrices.
+        """
+        self.name = stored.name
+        self.hf_config: dict[str, Any] = {**stored.hf_config, "quantization_config": None}
+        self.generation_config = stored.generation_config
+        self._stored = stored
+        size = stored.hf_config["quantization_config"]["weight_block_size"]
+        if not (isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)):
+            raise CheckpointError(f"{self.name}: weight_block_size is {size!r}; it must be two positive integers")
+        self._block = (size[0], size[1])
+        names = set(stored.names())
+        self._scaled = {name for name in names if name + _SCALES in names}
+        for name in sorted(self._scaled):
+            shape, scales = stored.shape(name), stored.shape(name + _SCALES)
+            if len(shape) != 2 or scales != (-(-shape[0] // size[0]), -(-shape[1] // size[1])):
+                raise CheckpointError(
+                    f"{self.name}: {name} has shape {list(shape)} and {name + _SCALES} {list(scales)};"
+                    f" there must be a scale per block of {size[0]} by {size[1]}"
+                )
+
+    def names(self) -> list[str]:
+        return [name for name in self._stored.names() if name.removesuffix(_SCALES) not in self._scaled - {name}]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._stored.shape(name)
+
+    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
+        stored = self._stored.read(name, rows)
+        if name not in self._scaled:
+            return stored
+        height, width = self._block
+        scales = self._stored.read(name + _SCALES).astype(np.float32)
+        wide = stored.astype(np.float32)
+        block_rows = ((0 if rows is None else rows.start) + np.arange(len(wide))) // height
+        # A row of blocks at a time: scales of all numbers would be as large as the result.
+        for index in np.unique(block_rows):
+            wide[block_rows == index] *= np.repeat(scales[index], width)[: wide.shape[1]]
+        return wide

@@ -47,19 +47,10 @@ class ExpectedWeight(Protocol):
     """The part of a `jaxserve.models.weights.Weight` that checking needs."""
 
     @property
-    def hf_name(self) -> str: ...
+    def tensors(self) -> tuple[str, ...]: ...
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def transpose(self) -> bool: ...
-
-    @property
-    def rows(self) -> range | None: ...
-
-    @property
-    def head_rows(self) -> tuple[int, int, range] | None: ...
+    def tensor_shape(self) -> tuple[int, ...]: ...
 
 
 def check_tensors(reader: CheckpointReader, expected: Sequence[ExpectedWeight], ignored: Iterable[str]) -> None:
@@ -74,32 +65,19 @@ def check_tensors(reader: CheckpointReader, expected: Sequence[ExpectedWeight], 
       CheckpointError: a weight is missing or has another shape, or a tensor has no use.
     """
     present = set(reader.names())
-    missing = [name for name in dict.fromkeys(weight.hf_name for weight in expected) if name not in present]
+    wanted = {name: weight.tensor_shape for weight in expected for name in weight.tensors}  # the last sharer's reach
+    missing = [name for name in wanted if name not in present]
     if missing:
         raise CheckpointError(f"{reader.name} lacks {_listed(missing)}, which its config asks for")
-    unused = sorted(present - {weight.hf_name for weight in expected} - set(ignored))
+    unused = sorted(present - wanted.keys() - set(ignored))
     if unused:
         raise CheckpointError(f"{reader.name} holds {_listed(unused)}, which the model of its config has no use for")
-    for name, wanted in _tensor_shapes(expected).items():
+    for name, asked in wanted.items():
         shape = reader.shape(name)
-        if shape != wanted:
+        if shape != asked:
             raise CheckpointError(
-                f"{reader.name}: tensor {name} has shape {list(shape)}; its config asks for {list(wanted)}"
+                f"{reader.name}: tensor {name} has shape {list(shape)}; its config asks for {list(asked)}"
             )
-
-
-def _tensor_shapes(expected: Sequence[ExpectedWeight]) -> dict[str, tuple[int, ...]]:
-    """Shapes in a Hugging Face checkpoint, by name; weights that share a tensor are one below the other in it."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for weight in expected:
-        if weight.head_rows is not None:
-            num_heads, size, _ = weight.head_rows
-            shapes[weight.hf_name] = (num_heads * size, weight.shape[-2 if weight.transpose else -1])
-            continue
-        shape = weight.shape[::-1] if weight.transpose else weight.shape
-        first = 0 if weight.rows is None else weight.rows.start
-        shapes[weight.hf_name] = (first + shape[0], *shape[1:])
-    return shapes
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

@@ -42,8 +42,10 @@ class GgufArchitecture:
       hf_architecture, model_type: as in config.json.
       permuted: query and key rows are interleaved for llama.cpp's pairwise rope.
       norms_hold_one: norm weights are stored as 1 + w.
-      names: Hugging Face modules of a layer by GGUF's names, where they are not Llama's.
+      names: Hugging Face modules of a layer by GGUF's names, where they are not Llama's; with `{}` for the expert
+        where GGUF has one tensor of all and Hugging Face one of each.
       extra: see `ExtraFields`.
+      has_experts: mixtures of experts are known.
     """
 
     hf_architecture: str
@@ -52,6 +54,7 @@ class GgufArchitecture:
     norms_hold_one: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     extra: ExtraFields = lambda fields, config: {}
+    has_experts: bool = False
 
     def module(self, gguf_name: str) -> str | None:
         """The Hugging Face module of a layer's tensor; None: it has none."""
@@ -59,6 +62,8 @@ class GgufArchitecture:
 
 
 def _llama(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    if config["num_local_experts"]:
+        return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     if config["sliding_window"] is None:
         return {}
     return {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -124,8 +129,44 @@ def _olmo2(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"} if config["sliding_window"] else {}
 
 
+def _qwen3moe(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = fields.count("expert_feed_forward_length", config["intermediate_size"])
+    return {"moe_intermediate_size": inner, "norm_topk_prob": True}
+
+
+def _gpt_oss(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    # llama.cpp rounds the ends of YaRN's ramp; the model does not. How gates are clamped is in code on both sides.
+    return {
+        "intermediate_size": fields.count("expert_feed_forward_length", config["intermediate_size"]),
+        "layer_types": _layer_types(fields, config, 2),
+        "rope_parameters": {**config["rope_parameters"], "truncate": False},
+        "expert_tensors": "separate",
+    }
+
+
+_MIXTRAL_NAMES = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}
+_EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_GPT_OSS_NAMES = {
+    **_EXPERT_NAMES,
+    "ffn_gate_inp": "mlp.router",
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}
+
 ARCHITECTURES = {
-    "llama": GgufArchitecture("LlamaForCausalLM", "llama", permuted=True, extra=_llama),
+    "llama": GgufArchitecture(
+        "LlamaForCausalLM", "llama", permuted=True, names=_MIXTRAL_NAMES, extra=_llama, has_experts=True
+    ),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", "qwen3"),
     "gemma2": GgufArchitecture(
@@ -147,5 +188,9 @@ ARCHITECTURES = {
     ),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", "olmo2", names=_POST_NORMS, extra=_olmo2),
     "granite": GgufArchitecture("GraniteForCausalLM", "granite", permuted=True, extra=_granite),
+    "qwen3moe": GgufArchitecture(
+        "Qwen3MoeForCausalLM", "qwen3_moe", names=_EXPERT_NAMES, extra=_qwen3moe, has_experts=True
+    ),
+    "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", names=_GPT_OSS_NAMES, extra=_gpt_oss, has_experts=True),
 }
 """By `general.architecture`."""

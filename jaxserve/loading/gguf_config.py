@@ -20,15 +20,17 @@ _TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+_WITHOUT_SUFFIX = ("self_attn.sinks",)
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def hf_name(gguf_name: str, arch: GgufArchitecture) -> str:
-    """The Hugging Face name of a tensor; names without one stay as they are."""
+    """The Hugging Face name of a tensor, with `{}` for the expert; names without one stay as they are."""
     match = _LAYER_TENSOR.fullmatch(gguf_name)
     module = arch.module(match[2]) if match else None
     if match and module:
-        return f"model.layers.{match[1]}.{module}.{match[3]}"
+        suffix = "" if module in _WITHOUT_SUFFIX else f".{match[3]}"
+        return f"model.layers.{match[1]}.{module}{suffix}"
     return _TOP_NAMES.get(gguf_name, gguf_name)
 
 
@@ -68,8 +70,13 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
     head_dim = fields.count("attention.key_length", width // max(heads, 1))
     if fields.count("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{gguf.path}: key and value heads differ in size, which is not supported")
-    if fields.count("expert_count", 0):
-        raise UnsupportedModelError(f"{gguf.path}: mixtures of experts in GGUF are not supported")
+    num_experts = fields.count("expert_count", 0)
+    if num_experts and not arch.has_experts:
+        known = ", ".join(name for name, each in ARCHITECTURES.items() if each.has_experts)
+        raise UnsupportedModelError(
+            f"{gguf.path}: a mixture of experts of architecture {gguf.metadata['general.architecture']} is not"
+            f" supported; those of {known} are"
+        )
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{gguf.path} lacks tensor token_embd.weight")
@@ -92,6 +99,8 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
         "sliding_window": window,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": "blk.0.attn_output.bias" in gguf.tensors,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": fields.count("expert_used_count", 0),
         "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
     }
     config.update(special_token_ids(gguf.metadata))

@@ -43,11 +43,13 @@ class GgufReader:
         }
         self.hf_config: dict[str, Any] = hf_config(gguf, factors)
         self.generation_config: dict[str, Any] = special_token_ids(gguf.metadata)
-        self._tensors = {
-            hf_name(name, self._architecture): tensor
-            for name, tensor in gguf.tensors.items()
-            if name not in ROPE_TENSORS
-        }
+        self._tensors: dict[str, GgufTensor] = {}
+        for own_name, tensor in gguf.tensors.items():
+            name = hf_name(own_name, self._architecture)
+            if "{}" in name:
+                self._tensors.update((name.format(i), _expert_of(tensor, i)) for i in range(tensor.shape[0]))
+            elif own_name not in ROPE_TENSORS:
+                self._tensors[name] = tensor
 
     def names(self) -> list[str]:
         return list(self._tensors)
@@ -108,6 +110,12 @@ def _rows_of(tensor: GgufTensor, rows: range | None) -> GgufTensor:
         begin=tensor.begin + rows.start * row_bytes,
         num_bytes=len(rows) * row_bytes,
     )
+
+
+def _expert_of(tensor: GgufTensor, index: int) -> GgufTensor:
+    """One of a tensor's first axis as a tensor of its own."""
+    part = _rows_of(tensor, range(index, index + 1))
+    return replace(part, shape=tensor.shape[1:])
 
 
 def _dequantised(tensor: GgufTensor, name: str) -> np.ndarray[Any, Any]:

@@ -95,10 +95,7 @@ def load_model(
         if weight.path in forms:
             assert quantization is not None
             return quantised_weight(weight, forms[weight.path], reader, quantization)
-        value = reader.read(weight.hf_name, weight.rows)
-        # Views of a file are copied even if nothing else is to be done; see `map_tensor`.
-        is_own = value.flags.writeable
-        return np.array(weight.arranged(value), target, order="C", copy=None if is_own else True)
+        return weight.read(reader.read, np.dtype(np.float32) if weight.is_float32 else target)
 
     total = sum(_num_bytes(abstract_params_of(weight, forms, target)) for weight in table)
     done = 0
@@ -149,7 +146,16 @@ def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
         return GgufReader(resolved.path)
     from jaxserve.loading.safetensors_reader import SafetensorsReader
 
-    return SafetensorsReader(resolved.path)
+    reader = SafetensorsReader(resolved.path)
+    if isinstance(stored := reader.hf_config.get("quantization_config"), dict):
+        from jaxserve.loading.block_fp8 import BlockFp8Reader, is_block_fp8
+        from jaxserve.loading.mxfp4 import METHOD, Mxfp4Reader
+
+        if stored.get("quant_method") == METHOD:
+            return Mxfp4Reader(reader)
+        if is_block_fp8(stored):
+            return BlockFp8Reader(reader)
+    return reader
 
 
 def _load_orbax(

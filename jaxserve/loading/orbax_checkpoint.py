@@ -107,7 +107,8 @@ def load_orbax(
 
     def target(weight: Weight) -> jax.ShapeDtypeStruct:
         sharding = default if shardings is None else _leaf(shardings, weight)
-        return jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype), sharding=sharding)
+        own = jnp.float32 if weight.is_float32 else jnp.dtype(dtype)
+        return jax.ShapeDtypeStruct(weight.shape, own, sharding=sharding)
 
     directory = path.absolute() / PARAMS
     with ocp.StandardCheckpointer() as checkpointer:

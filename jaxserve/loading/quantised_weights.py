@@ -60,7 +60,7 @@ def quantised_forms(
     found: Forms = {}
     for weight in table:
         is_embedding = weight.path == ("embed",)
-        if len(weight.shape) == 2 and (config.tie_word_embeddings or not is_embedding):
+        if weight.is_matrix and (config.tie_word_embeddings or not is_embedding):
             form = _INT4 if quantization == "int4" and not is_embedding else _INT8
             if can_quantise(matrix_shape(weight), form.block):
                 found[weight.path] = form
@@ -70,7 +70,9 @@ def quantised_forms(
 def abstract_params_of(weight: Weight, forms: Mapping[tuple[str | int, ...], QuantisedForm], dtype: Any) -> Any:
     """Shapes and dtypes of a weight in memory."""
     form = forms.get(weight.path)
-    return jax.ShapeDtypeStruct(weight.shape, dtype) if form is None else abstract_quantised(matrix_shape(weight), form)
+    if form is not None:
+        return abstract_quantised(matrix_shape(weight), form)
+    return jax.ShapeDtypeStruct(weight.shape, np.float32 if weight.is_float32 else dtype)
 
 
 def quantised_weight(weight: Weight, form: QuantisedForm, reader: CheckpointReader, quantization: str) -> Any:
@@ -105,7 +107,7 @@ def in_parts(shape: tuple[int, ...], form: QuantisedForm, blocks_of: Callable[[s
 
 def description(forms: Forms, table: Sequence[Weight]) -> str:
     """What is kept quantised, for the log."""
-    matrices = [weight for weight in table if len(weight.shape) == 2]
+    matrices = [weight for weight in table if weight.is_matrix or weight.path[-1] == "kernels"]
     others = [weight.hf_name for weight in matrices if weight.path not in forms]
     kinds = ", ".join(f"{bits} bits: {sum(form.bits == bits for form in forms.values())}" for bits in (4, 8))
     more = f"; not quantised: {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}" if others else ""
@@ -120,8 +122,8 @@ def _gguf_forms(table: Sequence[Weight], reader: CheckpointReader | None) -> For
         raise ValueError("quantization gguf keeps the blocks of a .gguf file; this model is none: use int8 or int4")
     found: Forms = {}
     for weight in table:
-        form = FORMS.get(reader.quantisation(weight.hf_name))
-        if len(weight.shape) == 2 and form is not None and can_quantise(matrix_shape(weight), form.block):
+        form = FORMS.get(reader.quantisation(weight.hf_name)) if weight.is_matrix else None
+        if form is not None and can_quantise(matrix_shape(weight), form.block):
             found[weight.path] = form
     if not found:
         kept = ", ".join(kind.name for kind in FORMS)

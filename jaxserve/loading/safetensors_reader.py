@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.core import CheckpointError
-from jaxserve.loading.block_fp8 import SCALE_SUFFIX, block_size_of, widen
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.mapped_file import map_tensor
 
@@ -56,7 +55,6 @@ class SafetensorsReader:
         self.hf_config = read_json_object(directory / "config.json")
         generation = directory / "generation_config.json"
         self.generation_config = read_json_object(generation) if generation.is_file() else {}
-        self._block = block_size_of(self.hf_config)
         self._entries: dict[str, _Entry] = {}
         for file, wanted in _shards(directory).items():
             found = _read_header(file)
@@ -65,28 +63,33 @@ class SafetensorsReader:
             self._entries.update(found)
 
     def names(self) -> list[str]:
-        return [name for name in self._entries if not self._is_scale(name)]
+        return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
     def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
-        stored = self._stored(name, rows)
-        if self._block is None or f"{name}{SCALE_SUFFIX}" not in self._entries:
-            return stored
-        scales = self._stored(f"{name}{SCALE_SUFFIX}", None)
-        return widen(name, stored, scales, self._block, 0 if rows is None else rows.start)
-
-    def _is_scale(self, name: str) -> bool:
-        return self._block is not None and name.endswith(SCALE_SUFFIX) and name[: -len(SCALE_SUFFIX)] in self._entries
-
-    def _stored(self, name: str, rows: range | None) -> np.ndarray[Any, Any]:
         entry = self._entries[name]
         dtype = _FLOATS.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}; weights must be one of {', '.join(_FLOATS)}"
             )
+        return self._mapped(name, dtype, rows)
+
+    def read_bytes(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
+        """A tensor of dtype U8, or only these rows of it.
+
+        Raises:
+          CheckpointError: it has another dtype.
+        """
+        entry = self._entries[name]
+        if entry.dtype != "U8":
+            raise CheckpointError(f"{entry.file}: tensor {name} has dtype {entry.dtype}; it must be U8")
+        return self._mapped(name, np.dtype(np.uint8), rows)
+
+    def _mapped(self, name: str, dtype: np.dtype[Any], rows: range | None) -> np.ndarray[Any, Any]:
+        entry = self._entries[name]
         if rows is None:
             return map_tensor(entry.file, name, dtype, entry.shape, entry.begin)
         row = entry.shape[1:]

@@ -1,7 +1,8 @@
 """Models: configuration, weight table, flax modules, rotary embedding, sharding rules."""
 
 from jaxserve.models.attention import Attend, AttentionOptions
-from jaxserve.models.config import LatentConfig, LayerKind, ModelConfig, RopeConfig
+from jaxserve.models.batch import Batch
+from jaxserve.models.config import ExpertsConfig, LatentConfig, LayerKind, ModelConfig, RopeConfig
 from jaxserve.models.names import Names
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
 from jaxserve.models.sharding import param_shardings, partition_spec
@@ -20,6 +21,8 @@ __all__ = [
     "SUPPORTED_ARCHITECTURES",
     "Attend",
     "AttentionOptions",
+    "Batch",
+    "ExpertsConfig",
     "LatentConfig",
     "LayerKind",
     "ModelConfig",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.config import ModelConfig
@@ -60,6 +61,8 @@ class Attention(nnx.Module):
             sizes = (size, size) if config.qk_norm == "head" else (queries, keys)
             self.q_norm, self.k_norm = (RMSNorm(each, config.rms_norm_eps, offset=config.norm_offset) for each in sizes)
 
+        self.sinks = nnx.Param(jnp.zeros(config.num_heads)) if config.attention_sinks else None
+
     def __call__(
         self,
         x: jax.Array,
@@ -78,7 +81,8 @@ class Attention(nnx.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        options = AttentionOptions(sliding_window, self.scale, self.logit_softcap)
+        sinks = None if self.sinks is None else self.sinks[...]
+        options = AttentionOptions(sliding_window, self.scale, self.logit_softcap, sinks)
         out, cache = attend(layer, q, k, v, cache, options)
         return self.o_proj(out.reshape(tokens, -1)), cache
 
@@ -97,6 +101,8 @@ def attention_parameters(config: ModelConfig) -> list[Parameter]:
         *linear("v_proj", (hidden, keys), ("embed", "kv_heads"), config.qkv_bias),
         *linear("o_proj", (queries, hidden), ("heads", "embed"), config.o_bias),
     ]
+    if config.attention_sinks:
+        found.append(Parameter(("attention", "sinks"), (config.num_heads,), ("heads",)))
     if config.qk_norm == "head":
         found += [norm_parameter(("attention", name), size, None) for name in ("q_norm", "k_norm")]
     elif config.qk_norm == "full":

@@ -13,7 +13,8 @@ from jaxserve.models.names import LLAMA_NAMES, Names
 
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 QK_NORMS = (None, "head", "full")
-MLP_KINDS = ("dense",)
+MLP_KINDS = ("dense", "experts")
+SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,67 @@ class LatentConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts (Shazeer et al. 2017): a router chooses a few of many MLPs for every token.
+
+    Attributes:
+      num_experts: of a layer.
+      num_chosen: experts of a token.
+      inner_size: width of one expert.
+      scoring: a token's scores are the softmax or the sigmoid of the router's logits; `softmax_of_chosen`: the
+        largest logits choose, and the softmax is over theirs alone.
+      normalise: scores of the chosen are divided by their sum.
+      scale: of the scores of the chosen, after that.
+      num_groups, num_groups_chosen: experts lie in groups of equal size, and only those of the chosen groups may be
+        chosen: the groups whose two best experts have the largest sum.
+      correction: a number per expert is added to the scores that choose, not to those that weigh.
+      router_bias, bias: the router, the experts have biases.
+      swiglu_limit, swiglu_alpha: an expert mixes `(min(max(up, -limit), limit) + 1) * g * sigmoid(alpha * g)` with
+        `g = min(gate, limit)`; limit None: `act(gate) * up`.
+      shared_size: width of an MLP that every token goes through beside its experts; 0: there is none.
+    """
+
+    num_experts: int
+    num_chosen: int
+    inner_size: int
+    scoring: str = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    num_groups_chosen: int = 1
+    correction: bool = False
+    router_bias: bool = False
+    bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    shared_size: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_chosen <= self.num_experts or self.inner_size < 1:
+            raise ValueError(
+                f"a token has {self.num_chosen} of {self.num_experts} experts of width {self.inner_size};"
+                " each must be positive, and no more chosen than there are"
+            )
+        if self.scoring not in SCORINGS:
+            raise ValueError(f"scoring is {self.scoring!r}; supported are {', '.join(SCORINGS)}")
+        groups, chosen = self.num_groups, self.num_groups_chosen
+        per_group = self.num_experts // max(groups, 1)
+        if not 1 <= chosen <= groups or self.num_experts % groups or (groups > 1 and per_group < 2):
+            raise ValueError(
+                f"{chosen} of {groups} groups of {self.num_experts} experts: groups must divide experts, hold at"
+                " least two, and no more be chosen than there are"
+            )
+        if self.num_chosen > chosen * per_group:
+            raise ValueError(f"{self.num_chosen} experts are chosen from {chosen} groups of {per_group}")
+
+    def split(self, num_devices: int) -> str | None:
+        """The logical axis that devices share: "expert", or "expert_mlp" where experts do not divide; None: neither."""
+        if self.num_experts % num_devices == 0:
+            return "expert"
+        return "expert_mlp" if self.inner_size % num_devices == 0 else None
+
+
 class LayerKind(NamedTuple):
     """What one layer may have otherwise than the next; layers of a kind are traced once.
 
@@ -114,6 +176,7 @@ class ModelConfig:
       other_ropes: rotary embeddings that some layers have instead of `rope`.
       layer_ropes: per layer, an index into `ropes`.
       mlp_kinds: per layer, a name in `MLP_KINDS`.
+      experts: of the layers whose MLP is `experts`.
       norm_placement: `pre`: norms before attention and MLP; `post`: after them, before they are added to the
         residual stream; `sandwich`: both.
       norm_offset: norms multiply by 1 + their weight.
@@ -121,6 +184,7 @@ class ModelConfig:
         token together; None: not.
       latent: attention over latents; None: grouped-query attention.
       attention_scale: of the scores; None: 1 / sqrt(head_dim).
+      attention_sinks: every query head has a logit of its own without a value (`AttentionOptions.sinks`).
       attention_softcap, final_logit_softcap: scores and logits become `cap * tanh(x / cap)`; None: off.
       embedding_multiplier: of looked-up embeddings; rounded to the weights' dtype.
       residual_multiplier: of what attention and MLP add to the residual stream.
@@ -152,11 +216,13 @@ class ModelConfig:
     other_ropes: tuple[RopeConfig, ...] = ()
     layer_ropes: tuple[int, ...] = ()
     mlp_kinds: tuple[str, ...] = ()
+    experts: ExpertsConfig | None = None
     norm_placement: str = "pre"
     norm_offset: bool = False
     qk_norm: str | None = None
     latent: LatentConfig | None = None
     attention_scale: float | None = None
+    attention_sinks: bool = False
     attention_softcap: float | None = None
     final_logit_softcap: float | None = None
     embedding_multiplier: float = 1.0
@@ -208,6 +274,9 @@ class ModelConfig:
         for name, value, known in choices:
             if value not in known:
                 raise ValueError(f"{name} is {value!r}; supported are {', '.join(map(str, known))}")
+
+        if "experts" in self.mlp_kinds and self.experts is None:
+            raise ValueError("mlp_kinds has experts and nothing says how many there are")
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.attention import Attend, Attention, attention_parameters
+from jaxserve.models.batch import Batch
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.latent_attention import LatentAttention, latent_attention_parameters
-from jaxserve.models.mlp import MLPS
+from jaxserve.models.mlp_kinds import MLPS
 from jaxserve.models.norm import RMSNorm
 from jaxserve.models.parameter import Parameter, norm_parameter
 
@@ -36,12 +37,19 @@ class DecoderLayer(nnx.Module):
         self.sliding_window = kind.sliding_window
 
     def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], layer: Any, attend: Attend, cache: Any
+        self,
+        x: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        layer: Any,
+        attend: Attend,
+        cache: Any,
+        batch: Batch,
     ) -> tuple[jax.Array, Any]:
         """[T, d] -> [T, d], and the cache after the tokens were added."""
         mixed, cache = self.attention(self._norm("input_norm", x), rope, layer, attend, cache, self.sliding_window)
         x = self._add(x, self._norm("attention_out_norm", mixed))
-        return self._add(x, self._norm("mlp_out_norm", self.mlp(self._norm("post_attention_norm", x)))), cache
+        mixed = self.mlp(self._norm("post_attention_norm", x), batch)
+        return self._add(x, self._norm("mlp_out_norm", mixed)), cache
 
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return getattr(self, name)(x) if hasattr(self, name) else x

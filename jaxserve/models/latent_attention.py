@@ -91,7 +91,7 @@ def latent_attention_parameters(config: ModelConfig) -> list[Parameter]:
 
     def per_head(name: str, sizes: tuple[int, int], rows: range) -> Parameter:
         path, axes = ("attention", name, "kernel"), ("heads", None, None)
-        return Parameter(path, (heads, *sizes), axes, HeadRows(heads, nope + value, rows))
+        return Parameter(path, (heads, *sizes), axes, head_rows=HeadRows(heads, nope + value, rows))
 
     if latent.q_lora_rank is None:
         found = linear("q_proj", (hidden, queries), ("embed", "heads"))

@@ -24,8 +24,26 @@ _MODULES = {
     "mlp.gate_proj": "mlp.gate_proj",
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate_proj": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up_proj": "mlp.experts.{}.up_proj",
+    "mlp.experts.down_proj": "mlp.experts.{}.down_proj",
+    "mlp.shared.gate_proj": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up_proj": "mlp.shared_experts.up_proj",
+    "mlp.shared.down_proj": "mlp.shared_experts.down_proj",
+    "attention": "self_attn",
 }
-_SUFFIXES = {"kernel": ".weight", "scale": ".weight", "bias": ".bias"}
+_SUFFIXES = {
+    "kernel": ".weight",
+    "scale": ".weight",
+    "bias": ".bias",
+    "weight": ".weight",
+    "correction": ".e_score_correction_bias",
+    "sinks": ".sinks",
+    "kernels": ".weight",
+    "biases": ".bias",
+}
+_SUFFIXES_OF_ALL = {"kernels": "", "biases": "_bias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +55,8 @@ class Names:
       layer: what names of layer `{}` begin with.
       modules: pairs of a module within a layer (dots between its keys) and its name there. Modules with one name
         share a tensor: each has rows of it, in the order in which the parts of the model list them.
+        Of experts, `{}` in the name stands for the expert: a tensor each. Without it one tensor is of all experts,
+        has no `.weight` behind its name and `_bias` for `.bias`; modules with one name have columns of it in turns.
       in_out: modules whose matrices the checkpoint stores `[in, out]`.
     """
 
@@ -47,9 +67,10 @@ class Names:
     modules: tuple[tuple[str, str], ...] = tuple(_MODULES.items())
     in_out: tuple[str, ...] = ("attention.k_up",)
 
-    def with_modules(self, changes: Mapping[str, str]) -> Names:
-        """The table with some modules named otherwise, or more of them."""
-        return replace(self, modules=tuple({**dict(self.modules), **changes}.items()))
+    def with_modules(self, changes: Mapping[str, str], *, in_out: tuple[str, ...] = ()) -> Names:
+        """The table with some modules named otherwise, or more of them, and more that are stored `[in, out]`."""
+        modules = tuple({**dict(self.modules), **changes}.items())
+        return replace(self, modules=modules, in_out=(*self.in_out, *in_out))
 
     def tensor(self, layer: int, path: tuple[str, ...]) -> str:
         """The tensor of a parameter.
@@ -57,11 +78,16 @@ class Names:
         Args:
           path: within the layer, e.g. `("attention", "q_proj", "kernel")`.
 
+        Returns:
+          Its name, with `{}` for the expert where each has a tensor of its own.
+
         Raises:
           KeyError: the table does not name its module.
         """
         *module, leaf = path
-        return self.layer.format(layer) + dict(self.modules)[".".join(module)] + _SUFFIXES[leaf]
+        name = dict(self.modules)[".".join(module)]
+        of_all = leaf in _SUFFIXES_OF_ALL and "{}" not in name
+        return self.layer.format(layer) + name + (_SUFFIXES_OF_ALL if of_all else _SUFFIXES)[leaf]
 
 
 LLAMA_NAMES = Names()

@@ -23,14 +23,16 @@ class Parameter(NamedTuple):
 
     Attributes:
       path: keys within the layer, e.g. `("mlp", "up_proj", "kernel")`.
-      shape: matrices are [in, out], those of every head [heads, in, out].
+      shape: matrices are [in, out], those of experts [E, in, out], those of heads [H, in, out].
       axes: logical axis of each dimension, see `jaxserve.models.sharding`.
+      is_float32: whatever dtype the model has.
       head_rows: what it is of its tensor, if that holds several arrays of every head.
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    is_float32: bool = False
     head_rows: HeadRows | None = None
 
 

@@ -7,9 +7,37 @@ from typing import Any
 
 from jaxserve.core import UnsupportedModelError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.families import gemma2, gemma3, granite, llama, mistral, olmo2, phi3, qwen2, qwen3
+from jaxserve.models.families import (
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
-_FAMILIES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite)
+_FAMILIES = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    gemma2,
+    gemma3,
+    phi3,
+    olmo2,
+    granite,
+    mixtral,
+    qwen3_moe,
+    gpt_oss,
+    deepseek_v3,
+)
 _BY_NAME = {name: family for family in _FAMILIES for name in (family.ARCHITECTURE, family.MODEL_TYPE)}
 
 SUPPORTED_ARCHITECTURES = tuple(family.ARCHITECTURE for family in _FAMILIES)

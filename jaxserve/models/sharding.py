@@ -1,7 +1,8 @@
 """Sharding: one table from logical axis to mesh axis, for parameters and activations alike.
 
-Attention is split by heads, the MLP by its inner width, embedding and output projection by
-vocabulary. What does not divide is replicated: correct everywhere, faster where it divides.
+Attention is split by heads, the MLP by its inner width, experts among devices or, where they do not divide, by
+their inner width; embedding and output projection by vocabulary. What does not divide is replicated: correct
+everywhere, faster where it divides.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ MESH_AXIS_OF: dict[str, str | None] = {
     "heads": "model",
     "kv_heads": "model",
     "mlp": "model",
+    "expert": "model",
+    "expert_mlp": "model",
+    "shared_mlp": "model",
     "embed": None,
 }
 
@@ -44,9 +48,12 @@ def param_shardings(config: ModelConfig, mesh: Mesh, *, stacked: bool = False) -
     """
     tree = make_params(config, lambda weight: NamedSharding(mesh, partition_spec(config, weight.axes, mesh)))
     if stacked:
-        tree["layers"] = jax.tree.map(
-            lambda sharding: NamedSharding(mesh, PartitionSpec(None, *sharding.spec)), tree["layers"][0]
+        kinds = dict(zip(config.mlp_kinds, tree["layers"], strict=True))
+        stacks = tuple(
+            jax.tree.map(lambda sharding: NamedSharding(mesh, PartitionSpec(None, *sharding.spec)), layer)
+            for layer in kinds.values()
         )
+        tree["layers"] = stacks[0] if len(stacks) == 1 else stacks
     return tree
 
 
@@ -60,5 +67,9 @@ def _mesh_axis(config: ModelConfig, axis: str | None, mesh: Mesh) -> str | None:
         "kv_heads": config.num_kv_heads,
         "mlp": config.intermediate_size,
     }
+    if (experts := config.experts) is not None:
+        if axis in ("expert", "expert_mlp"):
+            return mesh_axis if axis == experts.split(mesh.shape[mesh_axis]) else None
+        sizes["shared_mlp"] = experts.shared_size
     count = sizes.get(axis or "")
     return mesh_axis if count is None or count % mesh.shape[mesh_axis] == 0 else None

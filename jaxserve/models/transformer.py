@@ -5,7 +5,8 @@ caller's `attend`, so the same function serves prefill, decode, both at once and
 
 `params["layers"]` is either a list of per-layer dicts (each layer is traced: on CPU a scan would copy
 every layer's weights) or one dict of arrays stacked over layers (one traced layer, `lax.scan` with the
-cache in the carry, where a donated cache stays in place).
+cache in the carry, where a donated cache stays in place). Where kinds of MLP differ, it is a tuple of such
+dicts, one for each kind in the order in which they come first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.models.attention import Attend
+from jaxserve.models.batch import ONE_DEVICE, Batch
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.decoder_layer import bind_layer
 from jaxserve.models.linear import matmul
@@ -41,6 +43,7 @@ def forward(
     attend: Attend,
     cache: Any,
     run_layers: RunLayers | None = None,
+    batch: Batch = ONE_DEVICE,
 ) -> tuple[jax.Array, Any]:
     """Runs all layers.
 
@@ -52,6 +55,7 @@ def forward(
       attend: see `jaxserve.models.attention.Attend`.
       cache: handed through `attend` layer by layer.
       run_layers: runs them instead, without `attend`.
+      batch: which tokens are live, and the devices.
 
     Returns:
       (hidden [T, d], cache): hidden states before the final norm.
@@ -66,14 +70,14 @@ def forward(
     layers = params["layers"]
     if run_layers is not None:
         return run_layers(layers, x, ropes[0], cache)
-    if isinstance(layers, dict):
-        return _scan_layers(config, layers, x, ropes, attend, cache)
+    if isinstance(layers, dict | tuple):
+        return _scan_layers(config, layers, x, ropes, attend, cache, batch)
 
     # Traced and lowered once per kind of layer and inlined by the compiler: tracing 30 layers one by one
     # takes longer than loading the compiled program from the persistent cache.
     @partial(jax.jit, static_argnames="kind")
     def run(layer_params: Params, x: jax.Array, index: jax.Array, cache: Any, kind: LayerKind) -> Any:
-        return bind_layer(config, kind, layer_params)(x, ropes[kind.rope], index, attend, cache)
+        return bind_layer(config, kind, layer_params)(x, ropes[kind.rope], index, attend, cache, batch)
 
     for index, (layer_params, kind) in enumerate(zip(layers, config.layer_kinds, strict=True)):
         x, cache = run(layer_params, x, jnp.int32(index), cache, kind=kind)
@@ -105,13 +109,14 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -
     """Random parameters: kernels normal with variance 1 / fan-in, norms that change nothing, biases zero."""
 
     def leaf(weight: Weight) -> jax.Array:
-        if len(weight.shape) == 1:
-            zero = weight.path[-1] == "bias" or config.norm_offset
-            return (jnp.zeros if zero else jnp.ones)(weight.shape, dtype)
+        own = jnp.float32 if weight.is_float32 else dtype
+        if len(weight.shape) == 1 or weight.path[-1] == "biases":
+            zero = weight.path[-1] != "scale" or config.norm_offset
+            return (jnp.zeros if zero else jnp.ones)(weight.shape, own)
         nonlocal count
         count += 1
-        scale = weight.shape[0] ** -0.5 if weight.transpose else weight.shape[1] ** -0.5
-        return (jax.random.normal(jax.random.fold_in(key, count), weight.shape) * scale).astype(dtype)
+        scale = weight.shape[-2 if weight.transpose or len(weight.shape) == 3 else -1] ** -0.5
+        return (jax.random.normal(jax.random.fold_in(key, count), weight.shape) * scale).astype(own)
 
     count = 0
     return make_params(config, leaf)
@@ -119,11 +124,13 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -
 
 def abstract_params(config: ModelConfig, dtype: Any) -> Params:
     """The tree with a ShapeDtypeStruct at every place."""
-    return make_params(config, lambda weight: jax.ShapeDtypeStruct(weight.shape, dtype))
+    return make_params(
+        config, lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32 if weight.is_float32 else dtype)
+    )
 
 
 def stack_layers(params: Params, *, consume: bool = False) -> Params:
-    """The tree with its list of layers stacked to arrays `[L, ...]`.
+    """The tree with its list of layers stacked to arrays `[L, ...]`, those of each shape for themselves.
 
     Args:
       consume: delete the layers' own arrays as they are stacked, so that one kind of them at most is there twice.
@@ -137,7 +144,16 @@ def stack_layers(params: Params, *, consume: bool = False) -> Params:
                 leaf.delete()
         return stacked
 
-    return {**params, "layers": jax.tree.map(stack, *params["layers"])}
+    stacks = tuple(jax.tree.map(stack, *alike) for alike in _alike(params["layers"]))
+    return {**params, "layers": stacks[0] if len(stacks) == 1 else stacks}
+
+
+def _alike(layers: Sequence[Params]) -> list[list[Params]]:
+    """Layers of one tree each, in the order in which the trees come first."""
+    groups: dict[Any, list[Params]] = {}
+    for layer in layers:
+        groups.setdefault(jax.tree.structure(layer), []).append(layer)
+    return list(groups.values())
 
 
 def pack_kernels(config: ModelConfig, params: Params) -> Params:
@@ -208,29 +224,35 @@ def layer_runs(kinds: Sequence[LayerKind]) -> list[LayerRun]:
 
 def _scan_layers(
     config: ModelConfig,
-    layers: Params,
+    layers: Params | tuple[Params, ...],
     x: jax.Array,
     ropes: list[tuple[jax.Array, jax.Array]],
     attend: Attend,
     cache: Any,
+    batch: Batch,
 ) -> tuple[jax.Array, Any]:
     # A body holds one period of kinds: a kind is static, the layer index is not. Layers are taken from the whole
     # arrays, as a scan over a part of them would copy it.
-    def run_one(x: jax.Array, cache: Any, index: Any, kind: LayerKind) -> tuple[jax.Array, Any]:
-        own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), layers)
-        return bind_layer(config, kind, own)(x, ropes[kind.rope], index, attend, cache)
+    mlps = config.mlp_kinds
+    stacks = dict(zip(dict.fromkeys(mlps), layers if isinstance(layers, tuple) else (layers,), strict=True))
+
+    def run_one(x: jax.Array, cache: Any, index: Any, place: Any, kind: LayerKind) -> tuple[jax.Array, Any]:
+        own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False), stacks[kind.mlp])
+        return bind_layer(config, kind, own)(x, ropes[kind.rope], index, attend, cache, batch)
 
     for first, period, repeats in layer_runs(config.layer_kinds):
         kinds = config.layer_kinds[first : first + period]
 
-        def body(carry: tuple[jax.Array, Any], start: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
+        def body(carry: tuple[jax.Array, Any], repeat: jax.Array) -> tuple[tuple[jax.Array, Any], None]:
             for offset, kind in enumerate(kinds):  # noqa: B023
-                carry = run_one(*carry, start + offset, kind)
+                layer = first + offset  # noqa: B023
+                # The layer's place among those of its kind of MLP.
+                place = mlps[:layer].count(kind.mlp) + repeat * sum(each.mlp == kind.mlp for each in kinds)  # noqa: B023
+                carry = run_one(*carry, layer + repeat * period, place, kind)  # noqa: B023
             return carry, None
 
         if repeats == 1:
-            (x, cache), _ = body((x, cache), jnp.int32(first))
+            (x, cache), _ = body((x, cache), jnp.int32(0))
         else:
-            starts = first + period * jnp.arange(repeats, dtype=jnp.int32)
-            (x, cache), _ = jax.lax.scan(body, (x, cache), starts)
+            (x, cache), _ = jax.lax.scan(body, (x, cache), jnp.arange(repeats, dtype=jnp.int32))
     return x, cache

@@ -22,6 +22,8 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder_layer import layer_parameters
 from jaxserve.models.parameter import HeadRows
 
+Array = np.ndarray[Any, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -29,11 +31,14 @@ class Weight:
 
     Attributes:
       path: keys (and the layer's index) from the root of the tree.
-      hf_name: tensor name in a Hugging Face checkpoint.
+      hf_name: tensor name in a Hugging Face checkpoint; with `{}` for the index along the first axis where each has
+        a tensor of its own, see `tensors`.
       rows: of that tensor, if it holds other weights too; None: all.
       shape: as it is here, after `transpose`.
-      transpose: the checkpoint stores `[out, in]`, the tree `[in, out]`.
+      transpose: the checkpoint stores `[out, in]`, the tree `[in, out]`; the last two axes of experts.
       axes: logical axis of each dimension, see `jaxserve.models.sharding`.
+      columns: of that tensor's last axis, if other weights have the columns between; None: all.
+      is_float32: whatever dtype the model has.
       head_rows: of that tensor, if it holds other weights of every head too.
     """
 
@@ -43,14 +48,64 @@ class Weight:
     transpose: bool
     axes: tuple[str | None, ...]
     rows: range | None = None
+    columns: slice | None = None
+    is_float32: bool = False
     head_rows: HeadRows | None = None
 
-    def arranged(self, tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The tensor (only `rows` of it) as it is here, without a copy."""
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is the [in, out] of one product, which packed and quantised forms are for."""
+        return len(self.shape) == 2 and self.path[-1] in ("kernel", "embed", "lm_head")
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its first axis is that of experts."""
+        return self.path[-1] in ("kernels", "biases")
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the checkpoint's tensors it is made of."""
+        return tuple(map(self.hf_name.format, range(self.shape[0]))) if "{}" in self.hf_name else (self.hf_name,)
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Shape of each of them, as far as this weight reaches."""
         if self.head_rows is not None:
-            num_heads, size, rows = self.head_rows
-            tensor = tensor.reshape(num_heads, size, -1)[:, rows.start : rows.stop]
-        return tensor.swapaxes(-1, -2) if self.transpose else tensor
+            num_heads, size, _ = self.head_rows
+            return num_heads * size, self.shape[-2 if self.transpose else -1]
+        shape = list(self.shape[1:] if "{}" in self.hf_name else self.shape)
+        if self.transpose:
+            shape[-2:] = shape[:-3:-1]
+        if self.columns is not None:
+            shape[-1] *= self.columns.step
+        if self.rows is not None:
+            shape[0] = self.rows.stop
+        return tuple(shape)
+
+    def read(self, read: Callable[[str, range | None], Array], dtype: np.dtype[Any]) -> Array:
+        """Its value, in the tree's layout: experts one by one into their place, so that one at most is there twice.
+
+        Args:
+          read: gives a tensor, or only some rows of it, as `CheckpointReader.read` does.
+        """
+        if not self.has_experts:
+            value = read(self.hf_name, self.rows)
+            # Views of a file are copied even if nothing else is to be done; see `map_tensor`.
+            is_own = value.flags.writeable
+            if self.head_rows is not None:
+                num_heads, size, rows = self.head_rows
+                value = value.reshape(num_heads, size, -1)[:, rows.start : rows.stop]
+            value = value.swapaxes(-1, -2) if self.transpose else value
+            return np.array(value, dtype, order="C", copy=None if is_own else True)
+        whole = np.empty(self.shape, dtype)
+        for expert, place in enumerate(whole):
+            if "{}" in self.hf_name:
+                value = read(self.hf_name.format(expert), None)
+            else:
+                value = read(self.hf_name, range(expert, expert + 1))[0]
+            value = value if self.columns is None else value[..., self.columns]
+            place[...] = value.T if self.transpose else value
+        return whole
 
 
 def weights(config: ModelConfig) -> list[Weight]:
@@ -91,12 +146,18 @@ def _layer(config: ModelConfig, index: int) -> list[Weight]:
     parameters = layer_parameters(config, config.layer_kinds[index])
     tensors = [names.tensor(index, parameter.path) for parameter in parameters]
     found, ends = [], dict.fromkeys(tensors, 0)
-    for tensor, (path, shape, axes, head_rows) in zip(tensors, parameters, strict=True):
-        first, ends[tensor] = ends[tensor], ends[tensor] + shape[-1]
-        rows = range(first, ends[tensor]) if tensors.count(tensor) > 1 and head_rows is None else None
-        transpose = path[-1] == "kernel" and ".".join(path[:-1]) not in names.in_out
-        assert rows is None or transpose or len(shape) == 1, (
-            f"{tensor} is shared and [in, out]: it has no rows to share"
-        )
-        found.append(Weight(("layers", index, *path), tensor, shape, transpose, axes, rows, head_rows))
+    for tensor, (path, shape, axes, is_float32, head_rows) in zip(tensors, parameters, strict=True):
+        sharers = tensors.count(tensor)
+        of_experts = path[-1] in ("kernels", "biases")
+        transpose = path[-1] in ("kernel", "kernels", "weight") and ".".join(path[:-1]) not in names.in_out
+        rows = columns = None
+        if sharers > 1 and of_experts:
+            assert not transpose and "{}" not in tensor, f"{tensor} is shared: columns of all experts are, in turns"
+            columns, ends[tensor] = slice(ends[tensor], None, sharers), ends[tensor] + 1
+        elif sharers > 1 and head_rows is None:
+            assert transpose or len(shape) == 1, f"{tensor} is shared and [in, out]: it has no rows to share"
+            rows = range(ends[tensor], ends[tensor] + shape[-1])
+            ends[tensor] = rows.stop
+        where = ("layers", index, *path)
+        found.append(Weight(where, tensor, shape, transpose, axes, rows, columns, is_float32, head_rows))
     return found

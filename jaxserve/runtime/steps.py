@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.models import Attend, AttentionOptions, ModelConfig, RunLayers, forward, unembed
+from jaxserve.models import Attend, AttentionOptions, Batch, ModelConfig, RunLayers, forward, unembed
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import SlotState
@@ -103,7 +103,8 @@ def hidden_states(
     attend = _make_attend(kv, bucket, fields, page_ids, offsets)
     in_one_call = is_stack(params["layers"])
     run_layers = _make_run_layers(kv.config, fields, page_ids, offsets) if in_one_call else None
-    return forward(kv.config, params, token_ids, positions, attend, pool, run_layers)
+    batch = Batch(_live(fields), kv.mesh)
+    return forward(kv.config, params, token_ids, positions, attend, pool, run_layers, batch)
 
 
 def sample_step(
@@ -236,12 +237,19 @@ def _write_places(
     """Page id and offset that each token's K and V go to; page 0 for padding."""
     index = positions // page_size
     decode_pages = jnp.take_along_axis(fields["decode_pages"], index[:rows, None], axis=1)[:, 0]
-    decode_pages = jnp.where(fields["decode_position"] >= 0, decode_pages, 0)
     if not fields["prefill_tokens"].shape[0]:
-        return decode_pages, positions % page_size
+        return jnp.where(_live(fields), decode_pages, 0), positions % page_size
     prefill_pages = fields["prefill_pages"][fields["prefill_row"], index[rows:]]
-    live = jnp.arange(prefill_pages.shape[0]) < fields["prefill_starts"][-1]
-    return jnp.concatenate([decode_pages, jnp.where(live, prefill_pages, 0)]), positions % page_size
+    pages = jnp.concatenate([decode_pages, prefill_pages])
+    return jnp.where(_live(fields), pages, 0), positions % page_size
+
+
+def _live(fields: dict[str, Any]) -> jax.Array:
+    """bool[B + T]: the tokens that are none of padding."""
+    decode, count = fields["decode_position"] >= 0, fields["prefill_tokens"].shape[0]
+    if not count:
+        return decode
+    return jnp.concatenate([decode, jnp.arange(count) < fields["prefill_starts"][-1]])
 
 
 def _sampled_positions(fields: dict[str, Any], rows: int) -> jax.Array:

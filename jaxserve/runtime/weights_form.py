@@ -109,11 +109,7 @@ def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) 
         if form is not None:
             return None
     for weight in weights(model_config):
-        if (
-            len(weight.shape) == 2
-            and weight.path[0] == "layers"
-            and not can_pack(weight.shape, jnp.dtype(config.dtype))
-        ):
+        if weight.is_matrix and weight.path[0] == "layers" and not can_pack(weight.shape, jnp.dtype(config.dtype)):
             return f"{weight.hf_name} is {list(weight.shape)}, which has no packed form"
     return None
 
@@ -129,7 +125,8 @@ def _missing_in_stack(config: ModelConfig) -> str | None:
         "attention_softcap": config.attention_softcap is not None,
         f"residual_multiplier {config.residual_multiplier}": config.residual_multiplier != 1.0,
         "more than one rope": len(set(config.layer_ropes)) > 1 or config.layer_ropes[0] != 0,
-        "an MLP that is not dense": set(config.mlp_kinds) != {"dense"},
+        "attention_sinks": config.attention_sinks,
+        "a mixture of experts": set(config.mlp_kinds) != {"dense"},
     }
     return next((name for name, present in has.items() if present), None)
 

@@ -1,12 +1,14 @@
 """Roofline: an iteration takes as long as its arithmetic or its memory traffic, whichever is longer.
 
-    FLOPs = 2 x layer weights x tokens + 2 x vocabulary x hidden x sampled positions
+    FLOPs = 2 x weights of a token x tokens + 2 x vocabulary x hidden x sampled positions
             + 4 x layers x query heads x head dim x (K/V tokens attended to)
     bytes = weights, once + K/V tokens read + K/V tokens written
     seconds = overhead + max(FLOPs / (peak x efficiency), bytes / (bandwidth x efficiency))
               + swapped bytes / host bandwidth
 
-Weights are read once per iteration because one program holds its prefill and decode rows. Devices share
+Weights are read once per iteration because one program holds its prefill and decode rows. Of a mixture of
+experts a token's weights are those of its own experts; read are those that any token of the iteration has, as many as
+can be expected if every expert is equally likely. Devices share
 FLOPs, weights and KV heads evenly; their communication is not counted, nor is padding to buckets. A
 roofline is a bound to reason with; `tools/fit_cost_model` gives what an engine really takes.
 """
@@ -48,7 +50,11 @@ CHIPS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A dense decoder with gated MLPs. Names as in design words: layers, heads, dimensions."""
+    """A decoder with gated MLPs. Names as in design words: layers, heads, dimensions.
+
+    The MLPs of the last `num_expert_layers` layers are mixtures: `num_chosen` of `num_experts` of width
+    `expert_hidden` for every token, and `shared_hidden` for all.
+    """
 
     num_layers: int
     hidden: int
@@ -58,23 +64,27 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tied_embeddings: bool
+    num_expert_layers: int = 0
+    num_experts: int = 0
+    num_chosen: int = 0
+    expert_hidden: int = 0
+    shared_hidden: int = 0
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelShape:
         """Reads a Hugging Face config.json, or the one in a directory.
 
         Raises:
-          ValueError: a field is missing, or the model is not a dense one with ordinary attention.
+          ValueError: a field is missing, or attention is not the ordinary one.
         """
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         fields = JsonFields(read_json(path), str(path))
-        for name in ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank"):
-            if fields.any(name, None):
-                raise ValueError(
-                    f"{fields.name_of(name)} is {fields.any(name)}; the roofline knows dense models with ordinary"
-                    " attention only; fit a linear cost model to a trace instead (tools/fit_cost_model)"
-                )
+        if fields.any("kv_lora_rank", None):
+            raise ValueError(
+                f"{fields.name_of('kv_lora_rank')} is {fields.any('kv_lora_rank')}; the roofline knows ordinary"
+                " attention only; fit a linear cost model to a trace instead (tools/fit_cost_model)"
+            )
         hidden, heads = fields.integer("hidden_size", 1), fields.integer("num_attention_heads", 1)
         # null stands for "as usual", as in the model library.
         kv_heads = (
@@ -90,13 +100,31 @@ class ModelShape:
             head_dim=head_dim,
             vocab_size=fields.integer("vocab_size", 1),
             tied_embeddings=fields.boolean("tie_word_embeddings", False),
+            **_experts_of(fields),
         )
 
     @property
     def layer_weights(self) -> int:
-        """Of the matrix multiplications of all layers."""
+        """Of the matrix multiplications of all layers, every expert's."""
+        return self._layer_weights(self.num_experts)
+
+    @property
+    def token_weights(self) -> int:
+        """Of `layer_weights`, those that one token is multiplied with."""
+        return self._layer_weights(self.num_chosen)
+
+    def read_weights(self, tokens: int) -> float:
+        """Of `layer_weights`, those that a step of so many tokens can be expected to read."""
+        if not self.num_experts:
+            return self.layer_weights
+        return self._layer_weights(self.num_experts * (1.0 - (1.0 - self.num_chosen / self.num_experts) ** tokens))
+
+    def _layer_weights[Number: (int, float)](self, experts: Number) -> Number:
         attention = self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden * self.mlp_hidden)
+        dense = (self.num_layers - self.num_expert_layers) * 3 * self.mlp_hidden
+        each = self.num_expert_layers * (self.num_experts + 3 * self.shared_hidden)
+        mixed = 3 * self.num_expert_layers * self.expert_hidden * experts
+        return self.num_layers * attention + self.hidden * (dense + each) + self.hidden * mixed
 
     @property
     def head_weights(self) -> int:
@@ -107,6 +135,25 @@ class ModelShape:
     def num_weights(self) -> int:
         """All that lie in memory; norms are too small to count."""
         return self.layer_weights + self.head_weights * (1 if self.tied_embeddings else 2)
+
+
+def _experts_of(fields: JsonFields) -> dict[str, int]:
+    """The fields of `ModelShape` about experts; none of a dense model."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    name = next((name for name in names if fields.any(name, None)), None)
+    if name is None:
+        return {}
+    layers, dense = range(fields.integer("num_hidden_layers", 1)), fields.any("mlp_only_layers", None) or []
+    step, first = fields.any("decoder_sparse_step", None) or 1, fields.any("first_k_dense_replace", None) or 0
+    inner = "moe_intermediate_size" if fields.any("moe_intermediate_size", None) else "intermediate_size"
+    width = fields.integer(inner, 1)
+    return {
+        "num_expert_layers": sum(i >= first and i not in dense and (i + 1) % step == 0 for i in layers),
+        "num_experts": fields.integer(name, 1),
+        "num_chosen": fields.integer("num_experts_per_tok", 1),
+        "expert_hidden": width,
+        "shared_hidden": width * (fields.any("n_shared_experts", None) or 0),
+    }
 
 
 class RooflineCost:
@@ -151,7 +198,7 @@ class RooflineCost:
         self._overhead_s = overhead_s
         self._host_bandwidth = host_bandwidth
         self._attention_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
-        self._read_weights = (shape.layer_weights + shape.head_weights) * weight_bits / 8 / num_chips
+        self._weight_bytes = weight_bits / 8 / num_chips
         self._held_weights = shape.num_weights * weight_bits / 8 / num_chips
         # A KV head is not split: with more devices than heads it is held several times.
         heads = -(-shape.num_kv_heads // num_chips)
@@ -194,10 +241,10 @@ class RooflineCost:
             f" {self._bandwidth / 1e9:.0f} GB/s each, after efficiency",
             f"weights: {shape.num_weights / 1e9:.3f} billion, {self._held_weights / 1e9:.2f} GB per device;"
             f" K/V: {self.kv_token_bytes:.0f} bytes per token and device",
-            f"FLOPs: 2 x {shape.layer_weights} x {tokens} tokens"
+            f"FLOPs: 2 x {shape.token_weights} x {tokens} tokens"
             f" + 2 x {shape.head_weights} x {features.emitted} sampled"
             f" + {self._attention_flops} x {attended} attended = {self._flops_of(features):.3e}",
-            f"bytes per device: {self._read_weights:.3e} weights + {self.kv_token_bytes:.0f} x"
+            f"bytes per device: {self._read_bytes(features):.3e} weights + {self.kv_token_bytes:.0f} x"
             f" ({read} read + {tokens} written) = {self._bytes_of(features):.3e}",
             f"compute {compute_s:.3e} s, memory {memory_s:.3e} s: bound by"
             f" {'compute' if compute_s > memory_s else 'memory'}; with overhead {self._overhead_s:.1e} s"
@@ -206,14 +253,17 @@ class RooflineCost:
 
     def _flops_of(self, features: StepFeatures) -> float:
         return (
-            2 * self.shape.layer_weights * _tokens(features)
+            2 * self.shape.token_weights * _tokens(features)
             + 2 * self.shape.head_weights * features.emitted
             + self._attention_flops * (features.decode_context + features.prefill_attention)
         )
 
     def _bytes_of(self, features: StepFeatures) -> float:
         moved = features.decode_context + features.prefill_context + _tokens(features)
-        return self._read_weights + self.kv_token_bytes * moved
+        return self._read_bytes(features) + self.kv_token_bytes * moved
+
+    def _read_bytes(self, features: StepFeatures) -> float:
+        return (self.shape.read_weights(_tokens(features)) + self.shape.head_weights) * self._weight_bytes
 
     def _compute_s(self, features: StepFeatures) -> float:
         return self._flops_of(features) / self._flops

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.core import CheckpointError
 from jaxserve.loading import load_model, resolve_model
-from jaxserve.loading.safetensors_reader import SafetensorsReader
+from jaxserve.loading.load import open_checkpoint
 from tests.models.tiny_models import FOLDER, changed
 
 BLOCK = (16, 40)
@@ -56,7 +56,7 @@ def test_weights_are_stored_numbers_times_their_blocks_scales(directory, stored)
 
 
 def test_rows_of_a_shared_tensor_have_the_scales_of_their_place(directory):
-    reader = SafetensorsReader(directory)
+    reader = open_checkpoint(resolve_model(str(directory)))
     name = "model.layers.0.self_attn.qkv_proj.weight"
     np.testing.assert_array_equal(reader.read(name, range(70, 101)), reader.read(name)[70:101])
     assert not any(name.endswith("_scale_inv") for name in reader.names())
@@ -66,10 +66,10 @@ def test_scales_that_do_not_fit_and_sizes_that_are_none_are_named(directory, sto
     name = "model.layers.0.self_attn.o_proj.weight"
     wrong = stored | {f"{name}_scale_inv": np.ones((4, 1), np.float32)}
     save_file(wrong, directory / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"o_proj.weight_scale_inv has shape \[4, 1\].*blocks of 16 by 40"):
+    with pytest.raises(CheckpointError, match=r"o_proj.weight_scale_inv \[4, 1\]; there must be .* 16 by 40"):
         load_model(resolve_model(str(directory)), "float32")
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [128]
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"weight_block_size is \[128\]; fp8 weights have blocks of two"):
-        SafetensorsReader(directory)
+    with pytest.raises(CheckpointError, match=r"weight_block_size is \[128\]; it must be two positive"):
+        load_model(resolve_model(str(directory)), "float32")

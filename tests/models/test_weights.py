@@ -20,7 +20,7 @@ from tests.models.tiny_models import FOLDER, NAMES, dense_attend, load
 def test_table_names_exactly_the_tensors_of_a_checkpoint(name):
     config, _, _ = load(name)
     with safe_open(FOLDER / name / "model.safetensors", "numpy") as file:
-        assert {weight.hf_name for weight in weights(config)} == set(file.keys())
+        assert {name for weight in weights(config) for name in weight.tensors} == set(file.keys())
 
 
 def test_tied_copy_and_buffers_are_ignorable_and_nothing_else():

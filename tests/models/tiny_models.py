@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.models import make_params, model_config_from_hf
@@ -26,6 +27,10 @@ NAMES = (
     "phi3_fused",
     "olmo2_postnorm",
     "granite_multipliers",
+    "mixtral_moe",
+    "qwen3_moe",
+    "gpt_oss_sinks",
+    "deepseek_v3_mla",
 )
 """Every model that is served; a folder of `FOLDER` each."""
 
@@ -36,13 +41,17 @@ def load(name):
     config = model_config_from_hf(json.loads((folder / "config.json").read_text()))
     tensors = load_file(folder / "model.safetensors")
 
+    def read(name, rows):
+        return tensors[name] if rows is None else tensors[name][rows.start : rows.stop]
+
     def leaf(weight):
-        tensor = tensors[weight.hf_name]
-        if weight.rows is not None:
-            tensor = tensor[weight.rows.start : weight.rows.stop]
-        tensor = jnp.asarray(weight.arranged(tensor))
-        assert tensor.shape == weight.shape, weight
-        return tensor
+        for tensor in weight.tensors:
+            full = tensors[tensor].shape
+            reach = weight.tensor_shape
+            assert len(full) == len(reach) and all(most >= own for most, own in zip(full, reach, strict=True)), weight
+        value = jnp.asarray(weight.read(read, np.float32))
+        assert value.shape == weight.shape, weight
+        return value
 
     return config, make_params(config, leaf), json.loads((folder / "golden.json").read_text())
 
@@ -59,7 +68,6 @@ def changed(target, name, *, tensors=None, **fields):
 
 def dense_attend(layer, q, k, v, cache, options):
     """Attention among the tokens of one sequence, no cache."""
-    assert options.sinks is None
     tokens, heads, _ = q.shape
     v = k[..., : options.value_dim] if v is None else v
     k, v = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
@@ -70,5 +78,9 @@ def dense_attend(layer, q, k, v, cache, options):
     seen = distance >= 0
     if options.sliding_window is not None:
         seen &= distance < options.sliding_window
-    probs = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if options.sinks is not None:  # a column of its own for each head, without a value
+        sinks = jnp.broadcast_to(options.sinks[:, None, None], (heads, tokens, 1))
+        scores = jnp.concatenate([scores, sinks], axis=-1)
+    probs = jax.nn.softmax(scores, axis=-1)[..., :tokens]
     return jnp.einsum("hqk,khd->qhd", probs, v, precision="highest"), cache

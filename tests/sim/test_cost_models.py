@@ -102,8 +102,8 @@ def test_every_named_chip_is_known_and_the_shipped_models_have_their_size():
 
 
 def test_a_model_that_the_roofline_does_not_know_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": 8}))
-    with pytest.raises(ValueError, match=r"config.json.num_local_experts is 8; the roofline knows dense models"):
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512}))
+    with pytest.raises(ValueError, match=r"config.json.kv_lora_rank is 512; the roofline knows ordinary attention"):
         ModelShape.from_file(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     with pytest.raises(ValueError, match=r"config.json.num_attention_heads is missing"):

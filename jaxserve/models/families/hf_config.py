@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxserve.core import UnsupportedModelError
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import ExpertsConfig, ModelConfig
 from jaxserve.models.mlp import ACTIVATIONS
 from jaxserve.models.rope import rope_config_from_hf
 
@@ -66,6 +66,18 @@ def windows_of(hf: Mapping[str, Any], window: int | None, is_sliding: Callable[[
     return tuple(window if kind == _SLIDING else None for kind in types)
 
 
+def experts_config(num_experts: int, num_chosen: int, inner_size: int, **changes: Any) -> ExpertsConfig:
+    """What a family says of its experts; `changes` are further fields.
+
+    Raises:
+      UnsupportedModelError: the fields contradict each other.
+    """
+    try:
+        return ExpertsConfig(num_experts, num_chosen, inner_size, **changes)
+    except ValueError as error:
+        raise UnsupportedModelError(f"the model's config is not usable: {error}") from error
+
+
 def decoder_config(
     hf: Mapping[str, Any],
     architecture: str,
@@ -85,11 +97,11 @@ def decoder_config(
     Raises:
       UnsupportedModelError: a needed field is missing or inconsistent, or something is not supported.
     """
-    quantised = hf.get("quantization_config") or {}
-    if quantised and not (quantised.get("quant_method") == "fp8" and quantised.get("weight_block_size")):
+    if hf.get("quantization_config"):
+        method = hf["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedModelError(
-            f"the checkpoint is quantised ({quantised.get('quant_method', 'unknown')}); supported are float"
-            " checkpoints, fp8 with weight_block_size and GGUF files"
+            f"the checkpoint is quantised ({method}); supported are float checkpoints, GGUF files, mxfp4 and"
+            " fp8 with weight_block_size"
         )
     activation = hf.get(activation_field) or default_activation
     if activation not in ACTIVATIONS:
