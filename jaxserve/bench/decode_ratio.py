@@ -51,7 +51,8 @@ def run(flags: FlagValues) -> None:
 def measure(loaded: LoadedModel, dtype: str, mesh: Any) -> dict[str, Any]:
     """Times both programs at `SLOTS` rows whose contexts hold `CONTEXT` tokens."""
     width = CONTEXT // PAGE_SIZE
-    implementation = choose_implementation("auto", mesh.devices.flat[0].platform)
+    latent = loaded.config.value_dim is not None
+    implementation = choose_implementation("auto", mesh.devices.flat[0].platform, latent=latent)
     pool = PoolLayout(loaded.config, mesh, PAGE_SIZE, dtype, implementation).make(SLOTS * width + 1).pages
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, loaded.config.vocab_size, SLOTS), jnp.int32)
     page_table = jnp.arange(1, SLOTS * width + 1, dtype=jnp.int32).reshape(SLOTS, width)
@@ -87,11 +88,11 @@ def _step(loaded: LoadedModel, attends: bool) -> Any:
         offsets = positions % PAGE_SIZE
 
         def attend(
-            layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: jax.Array, options: AttentionOptions
+            layer: Any, q: jax.Array, k: jax.Array, v: jax.Array | None, cache: jax.Array, options: AttentionOptions
         ) -> tuple[jax.Array, jax.Array]:
             if not attends:
-                return q, cache
-            cache = write_kv(cache, layer, k, v, page_table[:, -1], offsets)
+                return q[..., : options.value_dim], cache
+            cache = write_kv(cache, layer, k, v, page_table[:, -1], offsets, value_dim=options.value_dim)
             out = paged_attention(q, cache, layer, page_table, positions + 1, **options._asdict())
             return out, cache
 

@@ -122,7 +122,13 @@ def decode_bound(
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
-    """The counts of a model's weights."""
+    """The counts of a model's weights.
+
+    Raises:
+      ValueError: the model's attention is not an ordinary one.
+    """
+    if config.latent is not None:
+        raise ValueError(f"{config.architecture} has latent attention, which the roofline does not know")
     experts = {}
     if config.experts is not None:
         experts = {

@@ -148,10 +148,13 @@ def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
 
     reader = SafetensorsReader(resolved.path)
     if isinstance(stored := reader.hf_config.get("quantization_config"), dict):
+        from jaxserve.loading.block_fp8 import BlockFp8Reader, is_block_fp8
         from jaxserve.loading.mxfp4 import METHOD, Mxfp4Reader
 
         if stored.get("quant_method") == METHOD:
             return Mxfp4Reader(reader)
+        if is_block_fp8(stored):
+            return BlockFp8Reader(reader)
     return reader
 
 

@@ -3,7 +3,7 @@
 from jaxserve.models.adapted import LoraPair, LoraTokens
 from jaxserve.models.attention import Attend, AttentionOptions
 from jaxserve.models.batch import Batch
-from jaxserve.models.config import ExpertsConfig, LayerKind, ModelConfig, RopeConfig
+from jaxserve.models.config import ExpertsConfig, LatentConfig, LayerKind, ModelConfig, RopeConfig
 from jaxserve.models.lora import (
     LORA_TARGETS,
     abstract_lora,
@@ -35,6 +35,7 @@ __all__ = [
     "AttentionOptions",
     "Batch",
     "ExpertsConfig",
+    "LatentConfig",
     "LayerKind",
     "LoraPair",
     "LoraTokens",

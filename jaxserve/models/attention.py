@@ -24,19 +24,22 @@ class AttentionOptions(NamedTuple):
       scale: of the scores.
       logit_softcap: scores become `cap * tanh(scores / cap)`; None: off.
       sinks: float[H], a logit per head without a value; None: off.
+      value_dim: the first numbers of a key that are its value; None: values are given.
     """
 
     sliding_window: int | None
     scale: float
     logit_softcap: float | None = None
     sinks: jax.Array | None = None
+    value_dim: int | None = None
 
 
-Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, Any, AttentionOptions], tuple[jax.Array, Any]]
+Attend = Callable[[Any, jax.Array, jax.Array, jax.Array | None, Any, AttentionOptions], tuple[jax.Array, Any]]
 """`attend(layer, q, k, v, cache, options) -> (out, cache)`.
 
 `layer` is an int or a traced int32 scalar, q is [T, H, D], k and v are [T, K, D], q and k rotated;
-`out` is [T, H, D]. `attend` keeps k and v in `cache` and decides what each token sees.
+`out` is [T, H, D]. With `options.value_dim`, v is None and `out` [T, H, value_dim]. `attend` keeps k and v in `cache`
+and decides what each token sees.
 """
 
 

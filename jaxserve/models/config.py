@@ -50,6 +50,38 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024, section 2.1).
+
+    Attributes:
+      q_lora_rank: width of the queries' latent; None: queries are projected at once.
+      kv_lora_rank: width of the latent of keys and values, which is cached.
+      qk_nope_head_dim, qk_rope_head_dim: numbers of a query or key head that do not turn, and that do.
+      v_head_dim: of a value head.
+      norm_eps: of the latents' norms.
+      interleaved: dimension 2 * i turns with 2 * i + 1 in the checkpoint's order.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    norm_eps: float = 1e-6
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; latent attention needs a positive integer")
+
+    @property
+    def row_dim(self) -> int:
+        """Numbers that are cached per token: the latent, then the turning part of the key, which all heads share."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A mixture of experts (Shazeer et al. 2017): a router chooses a few of many MLPs for every token.
 
@@ -132,7 +164,8 @@ class ModelConfig:
       architecture: class name in the checkpoint, e.g. `LlamaForCausalLM`.
       vocab_size: rows of the embedding.
       hidden_size, intermediate_size: widths of the residual stream and of the MLP.
-      num_layers, num_heads, num_kv_heads, head_dim: counts and size of attention.
+      num_layers, num_heads, num_kv_heads, head_dim: counts and size of attention, as its kernels see it: with
+        `latent`, one KV head of `latent.row_dim`.
       rms_norm_eps: added to the mean square.
       rope: rotary embedding.
       max_position_embeddings: context length in tokens.
@@ -149,6 +182,7 @@ class ModelConfig:
       norm_offset: norms multiply by 1 + their weight.
       qk_norm: queries and keys are normalised before they turn: `head`: each head by itself; `full`: all heads of a
         token together; None: not.
+      latent: attention over latents; None: grouped-query attention.
       attention_scale: of the scores; None: 1 / sqrt(head_dim).
       attention_sinks: every query head has a logit of its own without a value (`AttentionOptions.sinks`).
       attention_softcap, final_logit_softcap: scores and logits become `cap * tanh(x / cap)`; None: off.
@@ -156,6 +190,7 @@ class ModelConfig:
       residual_multiplier: of what attention and MLP add to the residual stream.
       logits_divisor: logits are divided by it, before the cap.
       names: of the checkpoint's tensors.
+      unused_layers: how many layers the checkpoint may hold beyond `num_layers`, which nothing reads.
       served_length: longest context in tokens that is served, which `dynamic` and `longrope` follow; None:
         `max_position_embeddings`.
       bos_token_id, pad_token_id, eos_token_ids: special ids of the checkpoint.
@@ -185,6 +220,7 @@ class ModelConfig:
     norm_placement: str = "pre"
     norm_offset: bool = False
     qk_norm: str | None = None
+    latent: LatentConfig | None = None
     attention_scale: float | None = None
     attention_sinks: bool = False
     attention_softcap: float | None = None
@@ -193,6 +229,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     names: Names = LLAMA_NAMES
+    unused_layers: int = 0
     served_length: int | None = None
     bos_token_id: int | None = None
     pad_token_id: int | None = None
@@ -217,8 +254,14 @@ class ModelConfig:
                 f"num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads};"
                 " query heads must be a multiple of KV heads"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even number")
+        if self.latent is not None and (self.num_kv_heads, self.head_dim) != (1, self.latent.row_dim):
+            raise ValueError(
+                f"num_kv_heads is {self.num_kv_heads} and head_dim {self.head_dim};"
+                f" latent attention has one KV head of {self.latent.row_dim}"
+            )
+        if self.rope_head_dim % 2:
+            name = "head_dim" if self.latent is None else "qk_rope_head_dim"
+            raise ValueError(f"{name} is {self.rope_head_dim}; rotary embedding needs an even number")
         for name, value in (("sliding_windows", None), ("layer_ropes", 0), ("mlp_kinds", "dense")):
             if not getattr(self, name):
                 object.__setattr__(self, name, (value,) * self.num_layers)
@@ -244,6 +287,16 @@ class ModelConfig:
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """Of each layer."""
         return tuple(map(LayerKind, self.sliding_windows, self.layer_ropes, self.mlp_kinds))
+
+    @property
+    def rope_head_dim(self) -> int:
+        """Numbers of a head that `rope` is given; of these, `partial_rotary_factor` turn."""
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def value_dim(self) -> int | None:
+        """Of a latent pool, see `pallas_kernels.common.pool`; None: keys and values are apart."""
+        return None if self.latent is None else self.latent.kv_lora_rank
 
     @property
     def score_scale(self) -> float:

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxserve.models.attention import Attend, Attention, attention_parameters
 from jaxserve.models.batch import Batch
 from jaxserve.models.config import LayerKind, ModelConfig
+from jaxserve.models.latent_attention import LatentAttention, latent_attention_parameters
 from jaxserve.models.mlp_kinds import MLPS
 from jaxserve.models.norm import RMSNorm
 from jaxserve.models.parameter import Parameter, norm_parameter
@@ -30,7 +31,7 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         for name in _NORMS[config.norm_placement]:
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.norm_offset))
-        self.attention = Attention(config)
+        self.attention = Attention(config) if config.latent is None else LatentAttention(config)
         self.mlp = MLPS[kind.mlp].module(config)
         self.residual_multiplier = config.residual_multiplier
         self.sliding_window = kind.sliding_window
@@ -63,7 +64,8 @@ class DecoderLayer(nnx.Module):
 def layer_parameters(config: ModelConfig, kind: LayerKind) -> list[Parameter]:
     """The arrays of a layer, in a fixed order."""
     norms = [norm_parameter((name,), config.hidden_size) for name in _NORMS[config.norm_placement]]
-    return [*norms, *attention_parameters(config), *MLPS[kind.mlp].parameters(config)]
+    attention = attention_parameters if config.latent is None else latent_attention_parameters
+    return [*norms, *attention(config), *MLPS[kind.mlp].parameters(config)]
 
 
 def bind_layer(config: ModelConfig, kind: LayerKind, params: dict[str, Any]) -> DecoderLayer:

@@ -40,6 +40,20 @@ def matmul(
     return product[:rows]
 
 
+def head_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Every head's own product, in full precision of its dtype.
+
+    Args:
+      x: [N, H, in].
+      kernel: [H, in, out].
+
+    Returns:
+      [N, H, out].
+    """
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("nhi,hio->nho", x, kernel, precision=precision)
+
+
 class Linear(nnx.Module):
     """`x @ kernel + bias`."""
 
@@ -55,3 +69,14 @@ class Linear(nnx.Module):
         if adapted:
             product = kernel.add_to(product, x)
         return product if self.bias is None else product + self.bias[...]
+
+
+class HeadLinear(nnx.Module):
+    """`head_matmul` with its kernel."""
+
+    def __init__(self, num_heads: int, in_size: int, out_size: int) -> None:
+        self.kernel = nnx.Param(jnp.zeros((num_heads, in_size, out_size)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[N, H, in] -> [N, H, out]."""
+        return head_matmul(x, self.kernel.get_value())

@@ -13,6 +13,13 @@ _MODULES = {
     "attention.o_proj": "self_attn.o_proj",
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
+    "attention.q_a_proj": "self_attn.q_a_proj",
+    "attention.q_a_norm": "self_attn.q_a_layernorm",
+    "attention.q_b_proj": "self_attn.q_b_proj",
+    "attention.kv_a_proj": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attention.k_up": "self_attn.kv_b_proj",
+    "attention.v_up": "self_attn.kv_b_proj",
     "post_attention_norm": "post_attention_layernorm",
     "mlp.gate_proj": "mlp.gate_proj",
     "mlp.up_proj": "mlp.up_proj",
@@ -58,7 +65,7 @@ class Names:
     lm_head: str = "lm_head.weight"
     layer: str = "model.layers.{}."
     modules: tuple[tuple[str, str], ...] = tuple(_MODULES.items())
-    in_out: tuple[str, ...] = ()
+    in_out: tuple[str, ...] = ("attention.k_up",)
 
     def with_modules(self, changes: Mapping[str, str], *, in_out: tuple[str, ...] = ()) -> Names:
         """The table with some modules named otherwise, or more of them, and more that are stored `[in, out]`."""

@@ -8,6 +8,7 @@ from typing import Any
 from jaxserve.core import UnsupportedModelError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.families import (
+    deepseek_v3,
     gemma2,
     gemma3,
     gpt_oss,
@@ -22,7 +23,21 @@ from jaxserve.models.families import (
     qwen3_moe,
 )
 
-_FAMILIES = (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite, mixtral, qwen3_moe, gpt_oss)
+_FAMILIES = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    gemma2,
+    gemma3,
+    phi3,
+    olmo2,
+    granite,
+    mixtral,
+    qwen3_moe,
+    gpt_oss,
+    deepseek_v3,
+)
 _BY_NAME = {name: family for family in _FAMILIES for name in (family.ARCHITECTURE, family.MODEL_TYPE)}
 
 SUPPORTED_ARCHITECTURES = tuple(family.ARCHITECTURE for family in _FAMILIES)

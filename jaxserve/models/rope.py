@@ -97,15 +97,16 @@ def _attention_factor(kind: str, values: Mapping[str, Any], factor: float, origi
     if kind == "yarn":
         mscale, mscale_all_dim = values.get("mscale"), values.get("mscale_all_dim")
         if mscale and mscale_all_dim:
-            return _yarn_mscale(factor, float(mscale)) / _yarn_mscale(factor, float(mscale_all_dim))
-        return _yarn_mscale(factor, 1.0)
+            return yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(mscale_all_dim))
+        return yarn_mscale(factor, 1.0)
     if kind == "longrope":
         extension = max_position / original if values.get("factor") is None else factor
         return 1.0 if extension <= 1.0 else math.sqrt(1.0 + math.log(extension) / math.log(original))
     return 1.0
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Attention's temperature for a context extended by `factor` (Peng et al. 2023, section 3.4)."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 

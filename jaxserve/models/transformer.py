@@ -69,7 +69,7 @@ def forward(
     if config.embedding_multiplier != 1.0:
         x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     longest = config.served_length or config.max_position_embeddings
-    ropes = [rope_tables(rope, config.head_dim, longest, positions) for rope in config.ropes]
+    ropes = [rope_tables(rope, config.rope_head_dim, longest, positions) for rope in config.ropes]
     layers = params["layers"]
     if run_layers is not None:
         return run_layers(layers, x, ropes[0], cache)
@@ -124,7 +124,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -
             return (jnp.zeros if zero else jnp.ones)(weight.shape, own)
         nonlocal count
         count += 1
-        scale = weight.shape[-2 if weight.transpose or weight.has_experts else -1] ** -0.5
+        scale = weight.shape[-2 if weight.transpose or len(weight.shape) == 3 else -1] ** -0.5
         return (jax.random.normal(jax.random.fold_in(key, count), weight.shape) * scale).astype(own)
 
     count = 0
@@ -177,7 +177,7 @@ def pack_kernels(config: ModelConfig, params: Params) -> Params:
         if is_packed(holder[name]):
             return
         matrix = holder[name].T if transposed else holder[name]
-        if can_pack(matrix.shape, matrix.dtype):
+        if matrix.ndim == 2 and can_pack(matrix.shape, matrix.dtype):
             holder[name] = jax.block_until_ready(pack(matrix))
 
     def walk(holder: Params) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder_layer import layer_parameters
+from jaxserve.models.parameter import HeadRows
 
 Array = np.ndarray[Any, Any]
 
@@ -38,6 +39,7 @@ class Weight:
       axes: logical axis of each dimension, see `jaxserve.models.sharding`.
       columns: of that tensor's last axis, if other weights have the columns between; None: all.
       is_float32: whatever dtype the model has.
+      head_rows: of that tensor, if it holds other weights of every head too.
     """
 
     path: tuple[str | int, ...]
@@ -48,6 +50,7 @@ class Weight:
     rows: range | None = None
     columns: slice | None = None
     is_float32: bool = False
+    head_rows: HeadRows | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -67,6 +70,9 @@ class Weight:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """Shape of each of them, as far as this weight reaches."""
+        if self.head_rows is not None:
+            num_heads, size, _ = self.head_rows
+            return num_heads * size, self.shape[-2 if self.transpose else -1]
         shape = list(self.shape[1:] if "{}" in self.hf_name else self.shape)
         if self.transpose:
             shape[-2:] = shape[:-3:-1]
@@ -86,7 +92,11 @@ class Weight:
             value = read(self.hf_name, self.rows)
             # Views of a file are copied even if nothing else is to be done; see `map_tensor`.
             is_own = value.flags.writeable
-            return np.array(value.T if self.transpose else value, dtype, order="C", copy=None if is_own else True)
+            if self.head_rows is not None:
+                num_heads, size, rows = self.head_rows
+                value = value.reshape(num_heads, size, -1)[:, rows.start : rows.stop]
+            value = value.swapaxes(-1, -2) if self.transpose else value
+            return np.array(value, dtype, order="C", copy=None if is_own else True)
         whole = np.empty(self.shape, dtype)
         for expert, place in enumerate(whole):
             if "{}" in self.hf_name:
@@ -111,8 +121,11 @@ def weights(config: ModelConfig) -> list[Weight]:
 
 
 def ignorable(config: ModelConfig, hf_name: str) -> bool:
-    """Whether a checkpoint tensor that is not in the table may be left unread: buffers and tied copies."""
+    """Whether a checkpoint tensor that is not in the table may be left unread: buffers, tied copies, unused layers."""
     if hf_name.endswith((".rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias")):
+        return True
+    unused = range(config.num_layers, config.num_layers + config.unused_layers)
+    if hf_name.startswith(tuple(config.names.layer.format(index) for index in unused)):
         return True
     return hf_name == config.names.lm_head and config.tie_word_embeddings
 
@@ -133,7 +146,7 @@ def _layer(config: ModelConfig, index: int) -> list[Weight]:
     parameters = layer_parameters(config, config.layer_kinds[index])
     tensors = [names.tensor(index, parameter.path) for parameter in parameters]
     found, ends = [], dict.fromkeys(tensors, 0)
-    for tensor, (path, shape, axes, is_float32) in zip(tensors, parameters, strict=True):
+    for tensor, (path, shape, axes, is_float32, head_rows) in zip(tensors, parameters, strict=True):
         sharers = tensors.count(tensor)
         of_experts = path[-1] in ("kernels", "biases")
         transpose = path[-1] in ("kernel", "kernels", "weight") and ".".join(path[:-1]) not in names.in_out
@@ -141,9 +154,10 @@ def _layer(config: ModelConfig, index: int) -> list[Weight]:
         if sharers > 1 and of_experts:
             assert not transpose and "{}" not in tensor, f"{tensor} is shared: columns of all experts are, in turns"
             columns, ends[tensor] = slice(ends[tensor], None, sharers), ends[tensor] + 1
-        elif sharers > 1:
+        elif sharers > 1 and head_rows is None:
             assert transpose or len(shape) == 1, f"{tensor} is shared and [in, out]: it has no rows to share"
             rows = range(ends[tensor], ends[tensor] + shape[-1])
             ends[tensor] = rows.stop
-        found.append(Weight(("layers", index, *path), tensor, shape, transpose, axes, rows, columns, is_float32))
+        where = ("layers", index, *path)
+        found.append(Weight(where, tensor, shape, transpose, axes, rows, columns, is_float32, head_rows))
     return found

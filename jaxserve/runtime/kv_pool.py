@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.config import EngineConfig
 from jaxserve.models import ModelConfig
 from jaxserve.runtime.huge_pages import use_huge_pages
 from pallas_kernels.common.pool import QUANTISED_DTYPES, pool_shape, scales_shape
+from pallas_kernels.paged_attention import choose_implementation
 
 SWAP_BLOCK = 16
 """Pages that one program copies between the pool and the host."""
@@ -30,7 +32,7 @@ class KVPool(NamedTuple):
     """Keys and values of all pages, or of a few of them (then N instead of P).
 
     Attributes:
-      pages: `[L, P, 2, K, S, D]`, or another form of `pallas_kernels.common.pool`.
+      pages: `[L, P, 2, K, S, D]`, or another form of `pallas_kernels.common.pool`; of latent attention a latent pool.
       scales: float32 `[L, P, 2, K, S]` of int8 and float8_e4m3fn pages, else None.
     """
 
@@ -77,7 +79,14 @@ class PoolLayout:
         """Shapes, dtypes and shardings of a pool of `num_pages`."""
         config = self.config
         shape = pool_shape(
-            config.num_layers, num_pages, config.num_kv_heads, self.page_size, config.head_dim, self.implementation
+            config.num_layers,
+            num_pages,
+            config.num_kv_heads,
+            self.page_size,
+            config.head_dim,
+            self.implementation,
+            latent=config.value_dim is not None,
+            platform=self.mesh.devices.flat[0].platform,
         )
         pages = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self.sharding)
         if self.dtype.name not in QUANTISED_DTYPES:
@@ -107,6 +116,20 @@ class PoolLayout:
         if self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu":
             use_huge_pages(pool)
         return pool
+
+
+def attention_implementation(config: EngineConfig, model_config: ModelConfig, backend: str) -> str:
+    """The implementation of paged attention that an engine's settings come to.
+
+    Raises:
+      ValueError: the one that is asked for does not exist or lacks what the model needs.
+    """
+    pool_dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    latent = model_config.value_dim is not None
+    try:
+        return choose_implementation(config.attention_implementation, backend, pool_dtype, latent=latent)
+    except NotImplementedError as error:
+        raise ValueError(f"attention_implementation is {config.attention_implementation}: {error}") from error
 
 
 def gather_pages(pool: KVPool, ids: jax.Array) -> KVPool:

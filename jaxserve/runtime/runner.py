@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.models import ModelConfig, stored_rank, zero_lora
-from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout, attention_implementation
 from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, make_plan, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
@@ -29,7 +29,6 @@ from jaxserve.runtime.step_handles import PreparedStep, StepHandle, StepOutput
 from jaxserve.runtime.steps import StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.tables import Bucket, BucketTable, TableBuilder
-from pallas_kernels.paged_attention import choose_implementation
 
 
 class ModelRunner:
@@ -61,7 +60,7 @@ class ModelRunner:
             mesh,
             config.page_size,
             kv_dtype,
-            choose_implementation(config.attention_implementation, mesh.devices.flat[0].platform, kv_dtype),
+            attention_implementation(config, model_config, mesh.devices.flat[0].platform),
         )
         self._programs = ProgramTable(
             self._kv,

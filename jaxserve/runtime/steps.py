@@ -166,24 +166,29 @@ def _make_attend(
     """What a layer does with its K and V: keep them in their pages, and attend over the pages.
 
     The mesh's "model" axis takes KV heads apart here, not in the compiler: it would gather the pool.
-    Where the heads do not divide, every device holds and attends to all of them.
+    Where the heads do not divide, every device holds and attends to all of them; but one KV head that every device
+    holds has its query heads taken apart.
     """
     rows = bucket.decode_rows
-    heads = PartitionSpec(None, kv.spec[3])
+    kv_heads = PartitionSpec(None, kv.spec[3])
+    query_axis = kv.spec[3]
+    if kv.config.num_kv_heads == 1 and kv.config.num_heads % kv.mesh.shape["model"] == 0:
+        query_axis = "model"
+    heads = PartitionSpec(None, query_axis)
 
     def attend(
-        layer: Any, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVPool, options: AttentionOptions
+        layer: Any, q: jax.Array, k: jax.Array, v: jax.Array | None, cache: KVPool, options: AttentionOptions
     ) -> tuple[jax.Array, KVPool]:
         def local(
             layer: jax.Array,
             q: jax.Array,
             k: jax.Array,
-            v: jax.Array,
+            v: jax.Array | None,
             cache: KVPool,
             tables: dict[str, Any],
             sinks: jax.Array | None,
         ) -> tuple[jax.Array, KVPool]:
-            cache = _write(cache, layer, k, v, tables, rows, kv.implementation)
+            cache = _write(cache, layer, k, v, tables, rows, kv)
             own = options._replace(sinks=sinks)
             over_pages = partial(
                 paged_attention, scales=cache.scales, implementation=kv.implementation, **own._asdict()
@@ -197,12 +202,12 @@ def _make_attend(
                 outputs.append(over_pages(q[rows:], cache.pages, layer, *chunks))
             return jnp.concatenate(outputs), cache
 
-        everywhere, by_head = PartitionSpec(), PartitionSpec(kv.spec[3])
+        everywhere, by_head = PartitionSpec(), PartitionSpec(query_axis)
         tables = fields | {"page_ids": page_ids, "offsets": offsets}
         return jax.shard_map(
             local,
             mesh=kv.mesh,
-            in_specs=(everywhere, heads, heads, heads, kv.spec, everywhere, by_head),
+            in_specs=(everywhere, heads, kv_heads, kv_heads, kv.spec, everywhere, by_head),
             out_specs=(heads, kv.spec),
             check_vma=False,
         )(jnp.asarray(layer, jnp.int32), q, k, v, cache, tables, options.sinks)
@@ -236,20 +241,27 @@ def _make_run_layers(config: ModelConfig, fields: dict[str, Any], page_ids: jax.
 
 
 def _write(
-    cache: KVPool, layer: jax.Array, k: jax.Array, v: jax.Array, tables: dict[str, Any], rows: int, attention: str
+    cache: KVPool,
+    layer: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    tables: dict[str, Any],
+    rows: int,
+    kv: PoolLayout,
 ) -> KVPool:
     """The pool with every token's K and V. A kernel is told which tokens follow each other: one call for each kind."""
     pages, places = cache.pages, (tables["page_ids"], tables["offsets"])
-    implementation = choose_write(pages, attention)
+    implementation = choose_write(pages, kv.implementation)
+    options = {"value_dim": kv.config.value_dim, "implementation": implementation}
     if cache.scales is not None:
-        return KVPool(*write_kv(pages, layer, k, v, *places, cache.scales, implementation=implementation))
+        return KVPool(*write_kv(pages, layer, k, v, *places, cache.scales, **options))
     kinds = [(slice(None), None)]
     if implementation != "xla":
         kinds = [(slice(rows), None), (slice(rows, None), tables["prefill_starts"])]
     for part, starts in kinds:
         if k[part].shape[0]:
-            new = (k[part], v[part], *(place[part] for place in places))
-            pages = write_kv(pages, layer, *new, starts=starts, implementation=implementation)
+            new = (k[part], None if v is None else v[part], *(place[part] for place in places))
+            pages = write_kv(pages, layer, *new, starts=starts, **options)
     return KVPool(pages, None)
 
 

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import EngineConfig
 from jaxserve.models import ModelConfig, pack_kernels, stack_layers, weights
 from jaxserve.runtime.huge_pages import use_huge_pages
+from jaxserve.runtime.kv_pool import attention_implementation
 from pallas_kernels.common import native
 from pallas_kernels.matmul import QuantisedMatrix, can_pack, form_of
-from pallas_kernels.paged_attention import choose_implementation
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) 
     if config.enable_lora:
         return "LoRA adapters (enable_lora) are added to the products of single layers"
     pool_dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    attention = choose_implementation(config.attention_implementation, "cpu", pool_dtype)
+    attention = attention_implementation(config, model_config, "cpu")
     if attention != "native_cpu":
         return f"attention is by {attention}, which is another kernel"
     if pool_dtype not in native.NATIVE_DTYPES:
@@ -122,6 +122,7 @@ def _missing_in_stack(config: ModelConfig) -> str | None:
         f"norm_placement {config.norm_placement}": config.norm_placement != "pre",
         "norm_offset": config.norm_offset,
         f"qk_norm {config.qk_norm}": config.qk_norm is not None,
+        "latent attention": config.latent is not None,
         f"attention_scale {config.attention_scale}": config.score_scale != config.head_dim**-0.5,
         "attention_softcap": config.attention_softcap is not None,
         f"residual_multiplier {config.residual_multiplier}": config.residual_multiplier != 1.0,

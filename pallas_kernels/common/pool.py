@@ -5,6 +5,11 @@ dimension D that is no multiple of that:
 - plain: [L, P, 2, K, S, D];
 - padded: [L, P, 2, K, S, E], E the next multiple of 128; zeros beyond D;
 - packed: [L, P, 1, K, S, 2 * D], keys, then values, in the last dimension.
+
+A latent pool [L, P, 1, K, S, D] holds one row per token and KV head, which is its key and whose first `value_dim`
+numbers are its value (multi-head latent attention in absorbed form, DeepSeek-V2, Liu et al. 2024, section 2.1). Its
+scales are [L, P, 2, K, S] too: of those first numbers (0), and of the others (1). On TPUs its rows are padded to a
+multiple of 128.
 """
 
 from __future__ import annotations
@@ -20,25 +25,49 @@ QUANTISED_DTYPES = ("int8", "float8_e4m3fn")
 
 
 def pool_shape(
-    num_layers: int, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, implementation: str
+    num_layers: int,
+    num_pages: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    implementation: str,
+    *,
+    latent: bool = False,
+    platform: str = "cpu",
 ) -> tuple[int, ...]:
     """The shape of a pool in the form that `implementation` of paged attention takes and that costs least memory.
 
     Args:
       implementation: a name in `IMPLEMENTATIONS`, not "auto".
+      latent: values are a part of keys.
+      platform: of the devices; a latent pool's form depends on it, as XLA itself reads it.
     """
+    if latent:
+        width = -(-head_dim // 128) * 128 if platform == "tpu" else head_dim
+        return (num_layers, num_pages, 1, num_kv_heads, page_size, width)
     parts, width = 2, head_dim
     if implementation == "mosaic_tpu" and head_dim % 128:
         parts, width = (2, -(-head_dim // 128) * 128) if 2 * head_dim % 128 else (1, 2 * head_dim)
     return (num_layers, num_pages, parts, num_kv_heads, page_size, width)
 
 
-def check_pool_form(shape: tuple[int, ...], dim: int) -> None:
+def check_pool_form(shape: tuple[int, ...], dim: int, value_dim: int | None = None) -> None:
     """Refuses a pool of `shape` that is none of the three forms for head dimension `dim`.
+
+    Args:
+      value_dim: of a latent pool; None for every other.
 
     Raises:
       ValueError: see above.
     """
+    if value_dim is not None:
+        forms = ((1, dim), (1, -(-dim // 128) * 128))
+        if len(shape) != 6 or (shape[2], shape[5]) not in forms or not 0 < value_dim < dim:
+            raise ValueError(
+                f"pool is {tuple(shape)} for keys of {dim} numbers with values of {value_dim} in them; it must be"
+                " [L, P, 1, K, S, D], or D rounded up to 128, with 0 < value_dim < D"
+            )
+        return
     forms = ((2, dim), (2, -(-dim // 128) * 128), (1, 2 * dim))
     if len(shape) != 6 or (shape[2], shape[5]) not in forms:
         raise ValueError(
@@ -52,6 +81,18 @@ def split_pages(pages: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
     if pages.shape[-4] == 1:
         return pages[..., 0, :, :, :dim], pages[..., 0, :, :, dim:]
     return pages[..., 0, :, :, :dim], pages[..., 1, :, :, :dim]
+
+
+def split_latent(rows: jax.Array, value_dim: int, scales: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Keys [..., D] and values [..., value_dim] of float32 rows [..., D] of a latent pool.
+
+    Args:
+      scales: float32[..., 2] of an 8-bit pool, else None.
+    """
+    if scales is not None:
+        first, other = rows[..., :value_dim] * scales[..., :1], rows[..., value_dim:] * scales[..., 1:]
+        rows = jnp.concatenate([first, other], axis=-1)
+    return rows, rows[..., :value_dim]
 
 
 def check_scales(pool: jax.Array, scales: jax.Array | None) -> None:

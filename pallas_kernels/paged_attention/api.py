@@ -27,6 +27,9 @@ IMPLEMENTATIONS: dict[str, str] = {
 KERNELS = ("mosaic_gpu", "mosaic_tpu")
 """The implementations that are Pallas kernels, and so can be interpreted."""
 
+LATENT_IMPLEMENTATIONS = ("reference", "cpu")
+"""The implementations that take latent pools; both are plain XLA and run on any device."""
+
 
 def paged_attention(
     q: jax.Array,
@@ -41,6 +44,7 @@ def paged_attention(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     sinks: jax.Array | None = None,
+    value_dim: int | None = None,
     implementation: str = "auto",
     interpret: bool = False,
 ) -> jax.Array:
@@ -52,7 +56,7 @@ def paged_attention(
     Args:
       q: [T, H, D], query tokens.
       pool: [L, P, 2, K, S, D], keys (0) and values (1); the tokens of this step are in it. Or one of the two
-        other forms of `pallas_kernels.common.pool`, which `mosaic_gpu` lacks.
+        other forms of `pallas_kernels.common.pool`, which `mosaic_gpu` lacks; or a latent pool (`value_dim`).
       layer: which layer's pages.
       page_table: int32[R, W], page ids of each row; what lies beyond its context is any valid id. Ids are
         not checked here; `check_page_table` does on the host.
@@ -65,11 +69,13 @@ def paged_attention(
       sliding_window: a query sees this many latest tokens, itself included; None: all.
       logit_softcap: scores become `cap * tanh(scores / cap)`; None: off.
       sinks: float[H], a logit per head that takes part in the softmax and has no value; -inf or None: off.
+      value_dim: of a latent pool [L, P, 1, K, S, D], whose rows are keys and, in their first `value_dim` numbers,
+        values; its scales [L, P, 2, K, S] are of these numbers (0) and of the others (1). None for every other pool.
       implementation: a name in `IMPLEMENTATIONS`, or "auto": the best for the default backend.
       interpret: runs the kernel of `mosaic_gpu` or `mosaic_tpu` in Pallas' interpreter, on CPU.
 
     Returns:
-      [T, H, D] in q's dtype; zeros for padding.
+      [T, H, D] in q's dtype, [T, H, value_dim] of a latent pool; zeros for padding.
 
     Raises:
       ValueError: shapes or dtypes do not fit together, the implementation does not exist, or it is to be
@@ -77,8 +83,9 @@ def paged_attention(
       ImportError: native_cpu without numba.
       NotImplementedError: the implementation lacks these shapes or dtypes; it names what it supports.
     """
-    check_arguments(q, pool, page_table, context_lens, query_starts, scales, sliding_window, sinks)
-    name = choose_implementation(implementation, jax.default_backend(), jnp.dtype(pool.dtype).name)
+    check_arguments(q, pool, page_table, context_lens, query_starts, scales, sliding_window, sinks, value_dim)
+    latent = value_dim is not None
+    name = choose_implementation(implementation, jax.default_backend(), jnp.dtype(pool.dtype).name, latent=latent)
     if name == "native_cpu":
         native.require()
     if interpret and name not in KERNELS:
@@ -96,25 +103,42 @@ def paged_attention(
         logit_softcap=logit_softcap,
         sinks=sinks,
         interpret=interpret,
+        **({"value_dim": value_dim} if latent else {}),
     )
 
 
 @lru_cache(maxsize=64)
-def choose_implementation(implementation: str, backend: str, pool_dtype: str = "float32") -> str:
+def choose_implementation(
+    implementation: str, backend: str, pool_dtype: str = "float32", *, latent: bool = False
+) -> str:
     """The implementation used for a request of `implementation` on `backend`; logged once.
 
     `auto` is `mosaic_tpu` on TPU and `mosaic_gpu` on NVIDIA GPUs from Hopper on. On CPU it is `native_cpu` where numba
     is installed and the pool's dtype is one of `NATIVE_DTYPES`, else `cpu`. For any other device there is no kernel:
-    `cpu`, which is plain XLA, runs there, and the log warns.
+    `cpu`, which is plain XLA, runs there, and the log warns. For a latent pool it is `cpu` on any device, and the log
+    says why.
 
     Raises:
       ValueError: there is none of that name.
+      NotImplementedError: it does not take latent pools, and the pool is one.
     """
-    name = _best(backend, pool_dtype) if implementation == "auto" else implementation
+    if implementation == "auto" and latent:
+        _LOG.log(
+            logging.INFO if backend == "cpu" else logging.WARNING,
+            "paged attention: no kernel takes a latent pool (multi-head latent attention); using plain XLA",
+        )
+        name = "cpu"
+    else:
+        name = _best(backend, pool_dtype) if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"paged attention implementation {implementation!r} does not exist;"
             f" choose auto, {', '.join(IMPLEMENTATIONS)}"
+        )
+    if latent and name not in LATENT_IMPLEMENTATIONS:
+        raise NotImplementedError(
+            f"paged attention implementation {name} does not take the latent pool of multi-head latent attention;"
+            f" choose auto, {', '.join(LATENT_IMPLEMENTATIONS)}"
         )
     _LOG.info("paged attention: implementation %s on backend %s", name, backend)
     return name

@@ -16,6 +16,7 @@ def check_arguments(
     scales: jax.Array | None,
     sliding_window: int | None,
     sinks: jax.Array | None,
+    value_dim: int | None,
 ) -> None:
     """Refuses arguments of `paged_attention` that do not fit together.
 
@@ -25,7 +26,7 @@ def check_arguments(
     if q.ndim != 3 or pool.ndim != 6:
         raise ValueError(f"q is {q.shape} and pool {pool.shape}; they must be [T, H, D] and [L, P, 2, K, S, D]")
     heads, dim, kv_heads = q.shape[1], q.shape[2], pool.shape[3]
-    check_pool_form(pool.shape, dim)
+    check_pool_form(pool.shape, dim, value_dim)
     if heads % kv_heads:
         raise ValueError(f"q has {heads} heads and the pool {kv_heads}; query heads must be a multiple of KV heads")
     check_pool_rows(pool.shape)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.pool import split_latent
+
 DECODE_BLOCK_TOKENS = 128
 PREFILL_BLOCK_TOKENS = 128
 PREFILL_BLOCK_QUERIES = 64
@@ -57,9 +59,10 @@ class _PageReader(NamedTuple):
     scales: jax.Array | None
     layer: jax.Array
     dim: int
+    value_dim: int | None
 
     def read(self, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """K and V of pages `ids` int32[R, N], each float32[R, K, N * S, D]."""
+        """K and V of pages `ids` int32[R, N], each float32[R, K, N * S, D]; V [..., value_dim] of a latent pool."""
         num_layers, num_pages, parts, kv_heads, page_size, _ = self.pool.shape
         shape = (ids.shape[0], kv_heads, ids.shape[1] * page_size, -1)
         heads = jnp.arange(kv_heads, dtype=jnp.int32)[:, None]
@@ -71,6 +74,10 @@ class _PageReader(NamedTuple):
             rows = pages * (array.shape[2] * kv_heads) + part * kv_heads + heads
             return flat.at[rows].get(mode="promise_in_bounds").reshape(shape).astype(jnp.float32)
 
+        if self.value_dim is not None:
+            own = None if self.scales is None else [take(self.scales, part) for part in (0, 1)]
+            pair = None if own is None else jnp.concatenate(own, axis=-1)
+            return split_latent(take(self.pool, 0)[..., : self.dim], self.value_dim, pair)
         if parts == 1:
             both = take(self.pool, 0)
             keys, values = both[..., : self.dim], both[..., self.dim :]
@@ -94,10 +101,11 @@ def paged_attention_cpu(
     sliding_window: int | None,
     logit_softcap: float | None,
     sinks: jax.Array | None,
+    value_dim: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See `pallas_kernels.paged_attention.api.paged_attention`; `interpret` means nothing here."""
-    pages = _PageReader(pool, scales, layer, q.shape[-1])
+    pages = _PageReader(pool, scales, layer, q.shape[-1], value_dim)
     finish = _score_function(scale, logit_softcap)
     if query_starts is None:
         return _decode(q, pages, page_table, context_lens, sliding_window, finish, sinks)
@@ -125,6 +133,7 @@ def _decode(
 ) -> jax.Array:
     """All rows side by side: a step of the loop takes the next block of every row."""
     rows, heads, dim = q.shape
+    out_dim = pages.value_dim or dim
     kv_heads, page_size = pages.pool.shape[3:5]
     width = page_table.shape[1]
     block = max(1, min(width, DECODE_BLOCK_TOKENS // page_size))
@@ -145,11 +154,11 @@ def _decode(
         return carry.add(finish(scores, seen), jnp.where(seen.reshape(rows, 1, -1, 1), values, 0.0))
 
     group = heads // kv_heads
-    start = _Softmax.start(None if sinks is None else sinks.reshape(kv_heads, group), queries.shape[:-1], dim)
+    start = _Softmax.start(None if sinks is None else sinks.reshape(kv_heads, group), queries.shape[:-1], out_dim)
     steps = (jnp.max(end_page - first_page) + block - 1) // block
     out = jax.lax.fori_loop(0, steps, body, start).result()
     # A padding row has a sink or a masked block at most, never a value; its queries may be NaN.
-    return jnp.where((positions >= 0)[:, None, None], out.reshape(q.shape), 0.0).astype(q.dtype)
+    return jnp.where((positions >= 0)[:, None, None], out.reshape(rows, heads, out_dim), 0.0).astype(q.dtype)
 
 
 def _prefill(
@@ -164,6 +173,7 @@ def _prefill(
 ) -> jax.Array:
     """One block of a row's queries after another; K and V are read once per block of queries."""
     tokens, heads, dim = q.shape
+    out_dim = pages.value_dim or dim
     kv_heads, page_size = pages.pool.shape[3:5]
     group = heads // kv_heads
     width = page_table.shape[1]
@@ -178,7 +188,7 @@ def _prefill(
     start = _Softmax.start(
         None if sinks is None else jnp.repeat(sinks.reshape(kv_heads, group), size, axis=1),
         (kv_heads, group * size),
-        dim,
+        out_dim,
     )
 
     def query_block(item: jax.Array, out: jax.Array) -> jax.Array:
@@ -208,10 +218,11 @@ def _prefill(
 
         first = 0 if sliding_window is None else jnp.maximum(positions[0] - sliding_window + 1, 0) // block_tokens
         mixed = jax.lax.fori_loop(first, last // block_tokens + 1, kv_block, start).result()
-        mixed = mixed.reshape(kv_heads, group, size, dim).transpose(2, 0, 1, 3).reshape(size, heads, dim)
+        mixed = mixed.reshape(kv_heads, group, size, out_dim).transpose(2, 0, 1, 3).reshape(size, heads, out_dim)
         # Beyond the row's end lie the next row's places: leave them as they are.
         valid = (done + jnp.arange(size) < counts[row])[:, None, None]
         old = jax.lax.dynamic_slice_in_dim(out, begin, size)
         return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(valid, mixed.astype(q.dtype), old), begin, 0)
 
-    return jax.lax.fori_loop(0, ends[-1], query_block, jnp.zeros_like(queries))[:tokens]
+    empty = jnp.zeros((*queries.shape[:2], out_dim), q.dtype)
+    return jax.lax.fori_loop(0, ends[-1], query_block, empty)[:tokens]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.pool import split_pages
+from pallas_kernels.common.pool import split_latent, split_pages
 from pallas_kernels.paged_attention.rows import token_rows
 
 
@@ -22,6 +22,7 @@ def paged_attention_reference(
     sliding_window: int | None,
     logit_softcap: float | None,
     sinks: jax.Array | None,
+    value_dim: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See `pallas_kernels.paged_attention.api.paged_attention`; `interpret` means nothing here."""
@@ -30,13 +31,18 @@ def paged_attention_reference(
     def attend_one(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         query, row, position = inputs
         heads, dim = query.shape
-        keys, values = split_pages(pool[layer, page_table[row]].astype(jnp.float32), dim)  # [W, K, S, D]
-        if scales is not None:
-            own = scales[layer, page_table[row]][..., None]
-            keys, values = keys * own[:, 0], values * own[:, 1]
+        pages = pool[layer, page_table[row]].astype(jnp.float32)
+        own = None if scales is None else scales[layer, page_table[row]][..., None]  # [W, 2, K, S, 1]
+        if value_dim is not None:
+            pair = None if own is None else jnp.concatenate([own[:, 0], own[:, 1]], axis=-1)
+            keys, values = split_latent(pages[:, 0, ..., :dim], value_dim, pair)
+        else:
+            keys, values = split_pages(pages, dim)  # [W, K, S, D]
+            if own is not None:
+                keys, values = keys * own[:, 0], values * own[:, 1]
         kv_heads = keys.shape[1]
         keys = keys.transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)  # [K, W * S, D]
-        values = values.transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)
+        values = values.transpose(1, 0, 2, 3).reshape(kv_heads, -1, values.shape[-1])
         slots = jnp.arange(keys.shape[1])
         seen = slots <= position
         if sliding_window is not None:
@@ -58,6 +64,6 @@ def paged_attention_reference(
             total += jnp.exp(sinks.astype(jnp.float32) - top)
         probs = jnp.where(total[:, None] > 0, exps / total[:, None], 0.0)
         out = jnp.einsum("kgs,ksd->kgd", probs.reshape(kv_heads, -1, slots.size), values, precision="highest")
-        return jnp.where(position >= 0, out.reshape(heads, dim), 0.0).astype(q.dtype)
+        return jnp.where(position >= 0, out.reshape(heads, -1), 0.0).astype(q.dtype)
 
     return jax.lax.map(attend_one, (q, rows, positions))

@@ -44,6 +44,7 @@ class Backend:
         """
         if options.get("sinks") is not None:
             options["sinks"] = jnp.asarray(options["sinks"], jnp.float32)
+        options["value_dim"] = case.value_dim
         function = jax.jit(partial(paged_attention, implementation=self.name, interpret=self.interpret, **options))
         scales = None if case.scales is None else jnp.asarray(case.scales)
         try:

@@ -25,6 +25,7 @@ class Case:
     context_lens: np.ndarray
     query_starts: np.ndarray | None
     rows: list
+    value_dim: int | None = None
 
     def args(self):
         starts = None if self.query_starts is None else jnp.asarray(self.query_starts)
@@ -59,6 +60,7 @@ def make_case(
     poisoned="kv",
     shared_pages=0,
     spare_pages=3,
+    value_dim=None,
     seed=0,
 ):
     """A case of one row per context length; 0 is a padding row. The pool's first and last page are in use.
@@ -74,20 +76,23 @@ def make_case(
       poisoned: "k", "v" or "kv", the parts that are poisoned; zeros in the other.
       shared_pages: whole pages at each row's beginning that are the first row's, where both are as long.
       spare_pages: pages no row has.
+      value_dim: the pool is a latent one.
     """
     rng = np.random.default_rng(seed)
     needed = [-(-context // page_size) for context in contexts]
     width = max([*needed, 1]) if width is None else width
     num_pages = sum(needed) + spare_pages
     ids = _page_ids(rng, sum(needed), num_pages)
-    pool, scales = _poisoned_pool((LAYERS, num_pages, 2, kv_heads, page_size, dim), dtype, quantised, poison, poisoned)
+    parts = 2 if value_dim is None else 1
+    shape = (LAYERS, num_pages, parts, kv_heads, page_size, dim)
+    pool, scales = _poisoned_pool(shape, dtype, quantised, poison, poisoned)
     # Beyond a row's pages the table may hold any valid id.
     table = rng.integers(0, num_pages, (len(contexts), width)).astype(np.int32)
     rows = []
     for row, context in enumerate(contexts):
         count = min(1, context) if queries is None else queries[row]
         table[row, : needed[row]] = [ids.pop() for _ in range(needed[row])]
-        kv = _stored(rng, (2, context, kv_heads, dim), pool.dtype)
+        kv = _stored(rng, (parts, context, kv_heads, dim), pool.dtype)
         kv_scales = rng.uniform(0.3, 1.5, (2, context, kv_heads)) / _largest(pool.dtype)
         kv_scales = kv_scales.astype(np.float32)
         full = min(shared_pages, context // page_size, contexts[0] // page_size)
@@ -101,7 +106,11 @@ def make_case(
             if scales is not None:
                 scales[place] = kv_scales[:, token]
         exact = kv.astype(np.float64)
-        if scales is not None:
+        if value_dim is not None:
+            own = np.ones((2, context, kv_heads)) if scales is None else kv_scales.astype(np.float64)
+            exact = exact[0] * np.where(np.arange(dim) < value_dim, own[0, ..., None], own[1, ..., None])
+            exact = (exact, exact[..., :value_dim])
+        elif scales is not None:
             exact *= kv_scales[..., None].astype(np.float64)
         rows.append((rng.normal(size=(count, heads, dim)).astype(dtype), *exact))
     if queries is None:
@@ -110,7 +119,7 @@ def make_case(
     else:
         q = np.concatenate([*(row[0] for row in rows), np.full((padding, heads, dim), poison, dtype)])
         starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-    return Case(q, pool, scales, table, np.asarray(contexts, np.int32), starts, rows)
+    return Case(q, pool, scales, table, np.asarray(contexts, np.int32), starts, rows, value_dim)
 
 
 def _page_ids(rng, used, num_pages):
@@ -123,7 +132,7 @@ def _page_ids(rng, used, num_pages):
 
 def _poisoned_pool(shape, dtype, quantised, poison, poisoned):
     """A pool without tokens, and its scales or None."""
-    parts = ["kv".index(part) for part in poisoned]
+    parts = ["kv".index(part) for part in poisoned] if shape[2] == 2 else [0]
     pool = np.zeros(shape, QUANTISED.get(quantised, dtype))
     if quantised == "int8":
         pool[:, :, parts] = 127
@@ -133,8 +142,8 @@ def _poisoned_pool(shape, dtype, quantised, poison, poisoned):
         pool[:, :, parts] = poison
     if not quantised:
         return pool, None
-    scales = np.zeros(shape[:5], np.float32)
-    scales[:, :, parts] = poison
+    scales = np.zeros((*shape[:2], 2, *shape[3:5]), np.float32)
+    scales[:, :, parts if shape[2] == 2 else slice(None)] = poison
     return pool, scales
 
 
@@ -152,7 +161,7 @@ def _largest(dtype):
 
 def dense(case, *, scale=None, sliding_window=None, logit_softcap=None, sinks=None):
     """The answer by a loop over rows, queries and heads in float64."""
-    out = np.zeros(case.q.shape)
+    out = np.zeros((*case.q.shape[:2], case.value_dim or case.q.shape[2]))
     at = 0
     for q, keys, values in case.rows:
         q = q.astype(np.float64)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core import UnsupportedModelError
-from jaxserve.models import model_config_from_hf
+from jaxserve.models import ignorable, model_config_from_hf
 from jaxserve.models.rope import inverse_frequencies
 from tests.models.tiny_models import FOLDER
 
@@ -96,12 +96,42 @@ def test_multipliers_of_granite_are_one_where_missing():
         ),
         ("phi3_fused", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' needs short_factor, long_factor"),
         ("olmo2_postnorm", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "entry for full_attention"),
+        ("deepseek_v3_mla", {"kv_lora_rank": None}, "no kv_lora_rank"),
+        ("deepseek_v3_mla", {"v_head_dim": 0}, "v_head_dim is 0; latent attention needs a positive integer"),
+        ("deepseek_v3_mla", {"scoring_func": "softmax"}, "scoring_func is 'softmax', which is not supported"),
+        (
+            "deepseek_v3_mla",
+            {"topk_method": "greedy"},
+            "topk_method is 'greedy', which is not supported; 'noaux_tc' is",
+        ),
+        ("deepseek_v3_mla", {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; rotary embedding needs an even number"),
+        ("deepseek_v3_mla", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\).*weight_block_size"),
         ("granite_multipliers", {"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
     ],
 )
 def test_what_a_config_asks_and_is_not_supported_is_named(name, changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
         config(name, **changes)
+
+
+def test_deepseek_has_one_head_of_latents_and_yarns_temperature_in_its_scale():
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 64}
+    found = config("deepseek_v3_mla", rope_parameters=None, rope_scaling=yarn, rope_theta=1e4, rope_interleave=False)
+    assert (found.num_kv_heads, found.head_dim, found.value_dim, found.rope_head_dim) == (1, 24, 16, 8)
+    temperature = 1 + 0.1 * np.log(40)
+    assert found.rope.attention_factor == 1.0 and not found.latent.interleaved
+    assert found.attention_scale == pytest.approx(24**-0.5 * temperature**2)
+    without = config("deepseek_v3_mla", rope_parameters=None, rope_scaling=yarn | {"mscale_all_dim": 0})
+    assert without.attention_scale == pytest.approx(24**-0.5)
+    assert without.rope.attention_factor == pytest.approx(temperature)
+    assert config("deepseek_v3_mla", q_lora_rank=None).latent.q_lora_rank is None
+
+
+def test_layers_for_several_tokens_at_once_are_not_read():
+    found = config("deepseek_v3_mla", num_nextn_predict_layers=1)
+    assert ignorable(found, "model.layers.3.eh_proj.weight") and ignorable(found, "model.layers.3.mlp.gate.weight")
+    assert not ignorable(found, "model.layers.4.eh_proj.weight") and not ignorable(found, "model.layers.2.x.weight")
+    assert not ignorable(config("deepseek_v3_mla", num_nextn_predict_layers=0), "model.layers.3.eh_proj.weight")
 
 
 def test_a_model_with_images_is_refused():

@@ -69,7 +69,8 @@ def test_prefill_and_decode_over_pages_give_the_golden_continuation(model, form)
     prompt, wanted = golden["prompt_ids"], golden["greedy_ids"]
     width = -(-(len(prompt) + len(wanted)) // PAGE_SIZE)
     table = jnp.asarray(1 + np.random.default_rng(0).permutation(width), jnp.int32)[None]
-    shape = (config.num_layers, width + 1, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    parts = 2 if config.value_dim is None else 1
+    shape = (config.num_layers, width + 1, parts, config.num_kv_heads, PAGE_SIZE, config.head_dim)
 
     @partial(jax.jit, donate_argnums=1)
     def step(params, pool, ids, positions):
@@ -78,7 +79,7 @@ def test_prefill_and_decode_over_pages_give_the_golden_continuation(model, form)
         context = positions[-1:] + 1
 
         def attend(layer, q, k, v, pool, options):
-            pool = write_kv(pool, layer, k, v, pages, positions % PAGE_SIZE)
+            pool = write_kv(pool, layer, k, v, pages, positions % PAGE_SIZE, value_dim=options.value_dim)
             return paged_attention(q, pool, layer, table, context, starts, **options._asdict()), pool
 
         hidden, pool = forward(config, params, ids, positions, attend, pool)

@@ -30,6 +30,7 @@ NAMES = (
     "mixtral_moe",
     "qwen3_moe",
     "gpt_oss_sinks",
+    "deepseek_v3_mla",
 )
 """Every model that is served; a folder of `FOLDER` each."""
 
@@ -68,6 +69,7 @@ def changed(target, name, *, tensors=None, **fields):
 def dense_attend(layer, q, k, v, cache, options):
     """Attention among the tokens of one sequence, no cache."""
     tokens, heads, _ = q.shape
+    v = k[..., : options.value_dim] if v is None else v
     k, v = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
     scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * options.scale
     if options.logit_softcap is not None:

@@ -100,7 +100,8 @@ def decoder_config(
     if hf.get("quantization_config"):
         method = hf["quantization_config"].get("quant_method", "unknown")
         raise UnsupportedModelError(
-            f"the checkpoint is quantised ({method}); supported are float checkpoints, GGUF files and mxfp4"
+            f"the checkpoint is quantised ({method}); supported are float checkpoints, GGUF files, mxfp4 and"
+            " fp8 with weight_block_size"
         )
     activation = hf.get(activation_field) or default_activation
     if activation not in ACTIVATIONS:
