@@ -56,7 +56,11 @@ class Lifecycle(SchedulerState):
           ValueError: there are none, a prompt is empty, or priorities differ.
         """
         _check(requests)
-        sequences = [self._new(request, number, now) for number, request in enumerate(requests, self._num_arrivals)]
+        sequences = [Sequence(request, number, now) for number, request in enumerate(requests, self._num_arrivals)]
+        if self.config.sliding_window:
+            least = self.config.sliding_window + self.config.page_size
+            for sequence in sequences:
+                sequence.gives_pages_back = sequence.num_kv_tokens >= least
         self._num_arrivals += len(sequences)
         self.counters.offered += len(sequences)
         rejection = self._gate_refusal(requests, now)
@@ -96,13 +100,6 @@ class Lifecycle(SchedulerState):
         return events
 
     # In
-
-    def _new(self, request: Request, arrival: int, now: float) -> Sequence:
-        sequence = Sequence(request, arrival, now)
-        config = self.config
-        if config.sliding_window:
-            sequence.gives_pages_back = sequence.num_kv_tokens >= config.sliding_window + config.page_size
-        return sequence
 
     def _gate_refusal(self, requests: Items[Request], now: float) -> Rejection | None:
         """The first reason against one of them that no slot and no place in the queue could help."""

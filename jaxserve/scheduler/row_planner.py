@@ -126,7 +126,8 @@ class RowPlanner(SchedulerState):
         """`_take_pages` of one page for several sequences."""
         self._reservation.take_one_each(sequences)
         for sequence, page in zip(sequences, self._pages.allocate(len(sequences)), strict=True):
-            pages.append(PageUpdate(sequence.slot, sequence.num_pages, (page,)))
+            index = sequence.num_passed_pages + len(sequence.pages)
+            pages.append(PageUpdate(sequence.slot, index, (page,)))
             sequence.pages.append(page)
             if sequence.gives_pages_back:
                 self._pages.will_pass(page)

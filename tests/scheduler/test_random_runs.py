@@ -74,9 +74,9 @@ def with_steps(config: SchedulerConfig, seed: int) -> SchedulerConfig:
 def with_window(config: SchedulerConfig, seed: int) -> SchedulerConfig:
     """The same, of a model of which every layer has a sliding window, and with fewer pages."""
     rng = random.Random(f"window {seed}")
-    config = replace(config, sliding_window=rng.choice([1, 2, 3, 4, 5, 7, 8, 9, 13, 20]))
+    config = replace(config, sliding_window=rng.choice([1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 20]))
     least = config.most_pages_per_seq + 1
-    return replace(config, num_pages=rng.randint(least, least + 2 * config.max_num_seqs))
+    return replace(config, num_pages=rng.randint(least, least + config.max_num_seqs))
 
 
 def draw_request(rng: random.Random, request_id: str, harness: Harness) -> Request:
@@ -158,9 +158,9 @@ def test_every_combination_of_policies_brings_everyone_to_an_end() -> None:
 
 
 def test_so_it_does_where_every_layer_has_a_window() -> None:
-    total = lives(range(250), window=True)
+    total = lives(range(350), window=True)
     names = ("preemptions", "recomputed_tokens", "swapped_pages", "cached_tokens", "of_several_steps", "passed_pages")
-    assert all(total[name] > 50 for name in names), total
+    assert all(total[name] > 30 for name in names), total
 
 
 @pytest.mark.parametrize("seed", [415, 827, 10631, 11633, 12096, 12232, 20482])
