@@ -61,7 +61,7 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
 
     Raises:
       CheckpointError: a needed value is missing.
-      UnsupportedModelError: layers differ from each other, or a mixture of experts.
+      UnsupportedModelError: layers differ from each other, or a mixture of experts that is not known.
     """
     arch = architecture(gguf)
     fields = GgufFields(gguf)
@@ -100,7 +100,7 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "attention_bias": "blk.0.attn_output.bias" in gguf.tensors,
         "num_local_experts": num_experts,
-        "num_experts_per_tok": fields.count("expert_used_count", 0),
+        "num_experts_per_tok": fields.count("expert_used_count", None if num_experts else 0),
         "mlp_bias": "blk.0.ffn_down.bias" in gguf.tensors,
     }
     config.update(special_token_ids(gguf.metadata))
