@@ -161,7 +161,7 @@ def test_an_unknown_architecture_names_those_that_can_be_served(tmp_path):
 
 def test_experts_of_unknown_choice_and_uneven_layers_are_refused(tmp_path):
     config, tensors = tiny()
-    with pytest.raises(CheckpointError, match="lacks the metadata llama.expert_used_count"):
+    with pytest.raises(CheckpointError, match=r"lacks the metadata llama\.expert_used_count"):
         GgufReader(write_gguf(tmp_path / "e.gguf", config, tensors, edit=lambda writer: writer.add_expert_count(4)))
     uneven = write_gguf(
         tmp_path / "u.gguf", config, tensors, edit=lambda writer: writer.add_array("llama.rope.scale_linear", [1, 2])
