@@ -85,7 +85,7 @@ def test_mxfp4_blocks_without_scales_or_with_others_are_named(tmp_path):
 def test_other_quantised_checkpoints_are_refused():
     from jaxserve.models import model_config_from_hf
 
-    with pytest.raises(UnsupportedModelError, match=r"quantised \(gptq\); supported are float .* and mxfp4"):
+    with pytest.raises(UnsupportedModelError, match=r"quantised \(gptq\); supported are float .*, mxfp4 and fp8"):
         model_config_from_hf(
             {
                 "architectures": ["GptOssForCausalLM"],

