@@ -131,7 +131,7 @@ class ModelRunner:
                 handle = self._start_loop(StepPlan(0), bucket, tables.ints, tables.floats, limits)
                 jax.block_until_ready(handle.outputs)
         if "adapters" in self._params:
-            stacked, rank = isinstance(self._params["layers"], dict), stored_rank(config.max_lora_rank)
+            stacked, rank = not isinstance(self._params["layers"], list), stored_rank(config.max_lora_rank)
             nothing = zero_lora(self._model_config, config.dtype, rank, stacked=stacked)
             self._programs.compile_place_adapter(nothing)
             self.place_adapter(nothing, 1)
