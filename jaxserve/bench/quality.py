@@ -22,12 +22,13 @@ import jax
 import numpy as np
 from absl.flags import FlagValues
 
+import jaxserve
 from jaxserve import LLM
 from jaxserve.bench.report import Column, report
 from jaxserve.config import EngineConfig
 from jaxserve.config.flags import engine_config_from_flags, parse_flags
 
-TEXT = Path(__file__).resolve().parents[2] / "configs" / "texts" / "alice.txt"
+TEXT = Path(jaxserve.__file__).resolve().parents[1] / "configs" / "texts" / "alice.txt"
 SETTINGS = (
     "--dtype=float32",
     "--dtype=bfloat16",
@@ -54,10 +55,13 @@ def run(flags: FlagValues) -> None:
     """Scores every setting and reports.
 
     Raises:
-      ValueError: the text is too short, or a setting cannot be.
+      ValueError: the text cannot be read or is too short, or a setting cannot be.
     """
     settings = flags.settings or list(SETTINGS)
-    text = Path(flags.text or TEXT).read_text()
+    try:
+        text = Path(flags.text or TEXT).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text: {flags.text or TEXT} cannot be read: {error}") from error
     with tempfile.TemporaryDirectory() as folder:
         results = measure(flags.model, settings, text, flags.window, Path(folder))
     about = {"model": flags.model, "text": str(flags.text or TEXT.name), "window": flags.window}

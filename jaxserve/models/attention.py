@@ -60,7 +60,6 @@ class Attention(nnx.Module):
         if config.qk_norm is not None:
             sizes = (size, size) if config.qk_norm == "head" else (queries, keys)
             self.q_norm, self.k_norm = (RMSNorm(each, config.rms_norm_eps, offset=config.norm_offset) for each in sizes)
-
         self.sinks = nnx.Param(jnp.zeros(config.num_heads)) if config.attention_sinks else None
 
     def __call__(

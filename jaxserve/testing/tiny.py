@@ -165,16 +165,29 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(NUM_BYTES)]
 
 
+def layer_shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """[out, in] of each linear layer of a decoder layer, by its name there."""
+    width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    return {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (inner, width),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+
+
 def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     """Weights under their Hugging Face names, linear layers as [out, in]."""
     import ml_dtypes
 
     rng = np.random.default_rng(seed)
     dtype = np.dtype(np.float32) if config["torch_dtype"] == "float32" else np.dtype(ml_dtypes.bfloat16)
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    vocab = config["vocab_size"]
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    shapes = layer_shapes(config)
 
     def linear(rows: int, columns: int) -> np.ndarray[Any, Any]:
         values: np.ndarray[Any, Any] = rng.normal(0.0, _GAIN / np.sqrt(columns), (rows, columns))
@@ -189,15 +202,6 @@ def tiny_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray[
     embed = rng.normal(0.0, 1.0, (vocab, width)) * scale * _EMBED_SCALE
     tensors = {"model.embed_tokens.weight": embed.astype(dtype), "model.norm.weight": norm()}
     for layer in range(config["num_hidden_layers"]):
-        shapes = {
-            "self_attn.q_proj": (queries, width),
-            "self_attn.k_proj": (keys, width),
-            "self_attn.v_proj": (keys, width),
-            "self_attn.o_proj": (width, queries),
-            "mlp.gate_proj": (inner, width),
-            "mlp.up_proj": (inner, width),
-            "mlp.down_proj": (width, inner),
-        }
         prefix = f"model.layers.{layer}"
         for name, shape in shapes.items():
             tensors[f"{prefix}.{name}.weight"] = linear(*shape)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxserve.testing.tiny import layer_shapes
+
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -68,19 +70,8 @@ def write_tiny_lora(
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """[out, in] of every matrix that can have an adapter."""
-    width, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    of_layer = {
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-        "self_attn.o_proj": (width, queries),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }
     return {
         f"model.layers.{layer}.{name}": shape
         for layer in range(config["num_hidden_layers"])
-        for name, shape in of_layer.items()
+        for name, shape in layer_shapes(config).items()
     }

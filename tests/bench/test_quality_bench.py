@@ -51,3 +51,10 @@ def test_smaller_numbers_are_further_from_the_reference(tiny_model_dir, tmp_path
     assert rows[1]["weights_mib"] == pytest.approx(rows[0]["weights_mib"] / 2, rel=0.01)
     assert rows[2]["kv_bytes_per_token"] < rows[0]["kv_bytes_per_token"] / 2
     assert "KL mean" in capsys.readouterr().out
+
+
+def test_a_text_that_is_not_there_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "quality", f"--text={tmp_path / 'no'}"])
+    assert end.value.code == 2
+    assert f"--text: {tmp_path / 'no'} cannot be read" in capsys.readouterr().err
