@@ -36,7 +36,10 @@ class PromptChoice:
           num_decode: decode rows of the iteration.
         """
         config = self._config
-        budget = self._budget(prompts, num_decode)
+        budget = config.max_num_batched_tokens - num_decode
+        target_s = self.target_s(prompts) if num_decode else None
+        left_s = None if target_s is None else self._step_time.left_s(target_s, num_decode)
+        owed = config.page_size  # under any target a page's worth at least goes on
         chosen: list[tuple[Sequence, int]] = []
         num_long = 0
         for sequence in prompts:
@@ -48,19 +51,16 @@ class PromptChoice:
                     continue
                 num_long += 1
             size = min(left, config.prefill_chunk, budget)
+            if left_s is not None:
+                fitting, seconds = self._step_time.chunk_within(left_s, sequence.num_scheduled, size)
+                size = max(fitting, min(size, owed))
+                if not size:
+                    break
+                left_s -= seconds
+                owed = max(owed - size, 0)
             chosen.append((sequence, size))
             budget -= size
         return chosen
-
-    def _budget(self, prompts: Collection[Sequence], num_decode: int) -> int:
-        """Prompt tokens of this iteration: what decode rows leave of the budget, and of the step time."""
-        budget = self._config.max_num_batched_tokens - num_decode
-        target_s = self.target_s(prompts) if num_decode else None
-        if target_s is None:
-            return budget
-        fitting = self._step_time.prefill_tokens_within(target_s, num_decode)
-        # A page's worth at least: prompts go on under any target.
-        return budget if fitting is None else min(budget, max(fitting, self._config.page_size))
 
     def target_s(self, prompts: Collection[Sequence]) -> float | None:
         """Seconds an iteration should take at most: the engine's target, or a smaller one of a class that decodes.

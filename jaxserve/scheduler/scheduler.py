@@ -88,6 +88,7 @@ from jaxserve.scheduler.row_lander import RowLander
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight
 from jaxserve.scheduler.step_choice import StepChoice
+from jaxserve.scheduler.step_time import attended_pairs
 from jaxserve.scheduler.token_events import TokenEvents
 from jaxserve.scheduler.trace import TraceRecorder
 from jaxserve.scheduler.waits_for import WaitsFor
@@ -209,10 +210,10 @@ class Scheduler(RowLander):
             if not plan.swaps:
                 self._step_time.observe_fastest(seconds)
             return
-        num_prefill = plan.num_prefill_tokens
+        pairs = sum([attended_pairs(chunk.start, len(chunk.token_ids)) for chunk in plan.prefill])
         num_swapped = sum([len(swap.page_ids) for swap in plan.swaps]) if plan.swaps else 0
         num_rows = len(plan.decode) if plan.num_steps == 1 else result.num_decode_tokens / num_steps
-        self._step_time.observe(num_rows, num_prefill, seconds, num_swapped)
+        self._step_time.observe(num_rows, plan.num_prefill_tokens, seconds, pairs=pairs, num_swapped=num_swapped)
 
     def flush_trace(self) -> None:
         """Records arrivals and ends since the last iteration, which otherwise wait for the next one."""

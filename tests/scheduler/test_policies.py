@@ -14,7 +14,7 @@ from jaxserve.scheduler.page_allocator import PageAllocator
 from jaxserve.scheduler.peak import peak_of_additional_pages
 from jaxserve.scheduler.prompt_choice import PromptChoice
 from jaxserve.scheduler.sequence import Sequence
-from jaxserve.scheduler.step_time import StepTimeModel
+from jaxserve.scheduler.step_time import StepTimeModel, attended_pairs
 from tests.scheduler.harness import Harness, make_config, make_request
 
 
@@ -181,14 +181,51 @@ def test_expected_lengths_are_quantiles_of_the_longer_ones() -> None:
 
 def test_step_time_is_learned_and_leaves_prompts_what_the_target_allows() -> None:
     model = StepTimeModel()
-    assert model.prefill_tokens_within(0.05, 4) is None
+    assert model.left_s(0.05, 4) is None and model.prefill_s(10) is None and model.decode_s(4) is None
     for step in range(200):
-        decode, prefill = step % 9, (step * 37) % 128
-        model.observe(decode, prefill, 0.010 + 0.001 * decode + 0.0002 * prefill)
-    assert model.predict(4, 100) == pytest.approx(0.034, rel=0.01)
-    tokens = model.prefill_tokens_within(0.05, 4)
-    assert tokens is not None and tokens == pytest.approx(180, abs=3)
-    assert model.prefill_tokens_within(0.001, 4) == 0
+        decode, prefill, start = step % 9, (step * 37) % 128, (step * 91) % 2000
+        pairs = attended_pairs(start, prefill)
+        model.observe(decode, prefill, 0.010 + 0.001 * decode + 0.0002 * prefill + 0.0003 * pairs, pairs=pairs)
+    assert model.decode_s(4) == pytest.approx(0.014, rel=0.01)
+    left_s = model.left_s(0.05, 4)
+    assert left_s == pytest.approx(0.036, rel=0.01)
+    assert model.chunk_within(left_s, 0, 500) == (pytest.approx(161, abs=2), pytest.approx(left_s, rel=0.02))
+    assert model.chunk_within(left_s, 2000, 500) == (pytest.approx(44, abs=1), pytest.approx(left_s, rel=0.03))
+    assert model.chunk_within(left_s, 2000, 10) == (10, pytest.approx(10 * (0.0002 + 0.0003 * 2.005), rel=0.01))
+    assert model.chunk_within(-0.001, 0, 500) == (0, 0.0)
+    assert model.prefill_s(1000) == pytest.approx(1000 * 0.0002 + 0.0003 * attended_pairs(0, 1000), rel=0.01)
+
+
+def test_a_target_holds_far_into_a_long_prompt() -> None:
+    """A prompt token costs more the more it attends to: chunks shrink as the prompt goes on, and steps stay as long."""
+    harness = Harness(
+        make_config(
+            max_num_batched_tokens=256,
+            prefill_chunk=256,
+            page_size=4,
+            max_model_len=3000,
+            num_pages=3000,
+            itl_target_s=0.02,
+        )
+    )
+    scheduler, now, took = harness.scheduler, 0.0, []
+    scheduler.add(make_request("decodes", 4, 2500), now)
+    for index in range(400):
+        if index % 200 == 10:
+            scheduler.add(make_request(f"long{index}", 2000, 1), now)
+        plan = scheduler.schedule(now)
+        result = harness._device.run(plan, harness._content)
+        pairs = sum(attended_pairs(chunk.start, len(chunk.token_ids)) for chunk in plan.prefill)
+        seconds = 0.01 + 1e-4 * plan.num_prefill_tokens + 3e-4 * pairs
+        if plan.decode and plan.prefill:
+            took.append((index, seconds, plan.num_prefill_tokens))
+        now += seconds
+        scheduler.update(plan, result, now)
+    second = [each for each in took if each[0] >= 210]
+    assert sum(tokens for _, _, tokens in second) == 2000
+    assert max(seconds for _, seconds, _ in second) < 0.022
+    chunks = [tokens for *_, tokens in second]
+    assert chunks[0] > 2 * chunks[-2], f"chunks {chunks}"
 
 
 def mixed_step_tokens(
