@@ -16,8 +16,8 @@ from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, so
 from pallas_kernels.common.cpu_values import KINDS, OPTIONS, array_at, store
 from pallas_kernels.matmul import quantised, quantised_tile, tile
 from pallas_kernels.matmul.quantised import QuantisedForm
-from pallas_kernels.matmul.quantised_tile import HAS_HALVES, block_sum, make_quantised_tile
-from pallas_kernels.matmul.tile import COLUMNS, ROWS
+from pallas_kernels.matmul.quantised_tile import block_sum, make_quantised_tile
+from pallas_kernels.matmul.tile import COLUMNS, HAS_HALVES, ROWS
 
 ITEMS_PER_THREAD = 4
 
