@@ -24,7 +24,7 @@ STEP_BYTES = 4
 """Of each column in a step: one float32 or two numbers of 16 bits."""
 
 WEIGHTS = KINDS | {"float16": np.int16(0)}
-"""A number that tells jitted code the dtype of a packed matrix. That of float16 is only a sign: nothing computes with it."""
+"""A number that tells jitted code the dtype of a packed matrix; that of float16 is a sign only, never computed with."""
 
 _HIGH, _MIDDLE, _LOW, _ONE = (ROWS[min(index, len(ROWS) - 1)] for index in range(4))
 MOST_ROWS = _HIGH

@@ -35,13 +35,13 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
 
     All but `kind`, `weight` and `steps` are addresses or bytes.
 
-    A step is 128 bytes of `w`, which lie one after the other: for each of 32 columns a float32 or two numbers of 16 bits,
-    the two of a column side by side if they are bfloat16, row after row if float16; and as many numbers of each row of x.
-    `out` is float32. `kind` and `weight` are any numbers of the types of x and w: float32, uint16 for bfloat16, whose
-    products are exact and summed as float32, and of w int16 for float16. Where w is narrower than x, its numbers are
-    made float32 first, which is exact: the result has the bits of the product with the same numbers as float32. At every
-    step memory is asked for two cache lines at `fetch`, which then moves on by `fetch_stride`: what will be multiplied
-    next.
+    A step is 128 bytes of `w`, which lie one after the other: for each of 32 columns a float32 or two numbers of 16
+    bits, the two of a column side by side if they are bfloat16, row after row if float16; and as many numbers of each
+    row of x. `out` is float32. `kind` and `weight` are any numbers of the types of x and w: float32, uint16 for
+    bfloat16, whose products are exact and summed as float32, and of w int16 for float16. Where w is narrower than x,
+    its numbers are made float32 first, which is exact: the result has the bits of the product with the same numbers as
+    float32. At every step memory is asked for two cache lines at `fetch`, which then moves on by `fetch_stride`: what
+    will be multiplied next.
 
     Args:
       rows: of the tile.
@@ -91,7 +91,7 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
 
 
 def _loaded(builder: Any, kind: Any, weight: Any, place: Any) -> Iterator[list[Any]]:
-    """What one word of x after the other is multiplied with: 16 columns in each vector, float32 or pairs of bfloat16."""
+    """What each word of x in a step is multiplied with: 16 columns in a vector, float32 or pairs of bfloat16."""
     vectors = range(COLUMNS // LANES)
     if kind == weight or weight == types.uint16:
         words = [load(builder, builder.add(place, word(4 * LANES * v)), INTS) for v in vectors]

@@ -276,7 +276,10 @@ def test_nan_stays_with_its_row():
         (lambda x, layers, pool: (x.astype(jnp.float16), layers, pool), "float32 or bfloat16 are supported"),
         (lambda x, layers, pool: (x, layers, pool.astype(jnp.int8)), "float32 or bfloat16 are supported"),
         (lambda x, layers, pool: (x, layers, pool[:1]), r"it must be \[1"),
-        (lambda x, layers, pool: (x.astype(jnp.bfloat16), layers, pool), "x is bfloat16 and the layers' matrices float32"),
+        (
+            lambda x, layers, pool: (x.astype(jnp.bfloat16), layers, pool),
+            "x is bfloat16 and the layers' matrices float32",
+        ),
     ],
     ids=["hidden size", "tokens", "dtype", "pool dtype", "layers", "weights' dtype"],
 )

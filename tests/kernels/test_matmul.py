@@ -113,7 +113,9 @@ def test_packing_keeps_every_number_and_no_more(dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((64, 40), "float32"), ((63, 32), "bfloat16"), ((63, 32), "float16"), ((64, 32), "float8_e4m3fn")], ids=str
+    ("shape", "dtype"),
+    [((64, 40), "float32"), ((63, 32), "bfloat16"), ((63, 32), "float16"), ((64, 32), "float8_e4m3fn")],
+    ids=str,
 )
 def test_what_has_no_packed_form_is_refused(shape, dtype):
     assert not can_pack(shape, jnp.dtype(dtype))
