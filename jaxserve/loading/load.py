@@ -88,7 +88,7 @@ def load_model(
     reader = open_checkpoint(resolved)
     config = model_config_from_hf(reader.hf_config)
     table = weights(config)
-    check_tensors(reader, table, [name for name in reader.names() if ignorable(config, name)])
+    _check(reader, config, table)
     forms = quantised_forms(quantization, config, table, reader)
     dtypes = kept_dtypes(weight_dtype, dtype, table, forms, reader)
     shardings = {} if mesh is None else _by_path(config, param_shardings(config, mesh))
@@ -142,6 +142,8 @@ def abstract_weights(
     config = model_config_of(resolved)
     reader = None if resolved.kind == "orbax" else open_checkpoint(resolved)
     table = weights(config)
+    if reader is not None:
+        _check(reader, config, table)
     forms = quantised_forms(quantization, config, table, reader)
     dtypes, target = kept_dtypes(weight_dtype, dtype, table, forms, reader), jnp.dtype(dtype)
     return make_params(config, lambda weight: abstract_params_of(weight, forms, dtypes.get(weight.path, target)))
@@ -169,6 +171,11 @@ def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
         if is_block_fp8(stored):
             return BlockFp8Reader(reader)
     return reader
+
+
+def _check(reader: CheckpointReader, config: ModelConfig, table: Sequence[Weight]) -> None:
+    """Raises CheckpointError unless a checkpoint has a model's tensors."""
+    check_tensors(reader, table, [name for name in reader.names() if ignorable(config, name)])
 
 
 def _load_orbax(

@@ -44,7 +44,7 @@ def kept_dtypes(
     """
     if weight_dtype in (None, dtype) or dtype != "float32":
         return {}
-    matrices = [weight for weight in table if weight.is_matrix and weight.path not in forms]
+    matrices = [w for w in table if w.is_matrix and not w.is_float32 and w.path not in forms]
     if weight_dtype != "auto":
         return {weight.path: np.dtype(jnp.dtype(weight_dtype)) for weight in matrices}
     if reader is None:

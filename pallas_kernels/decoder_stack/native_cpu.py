@@ -35,7 +35,6 @@ from pallas_kernels.common.cpu_values import (
 from pallas_kernels.decoder_stack import layout as at
 from pallas_kernels.decoder_stack import parts
 from pallas_kernels.decoder_stack.parts import activate, keep, normalise, rotate
-from pallas_kernels.matmul import native_cpu as matmul
 from pallas_kernels.matmul import quantised, quantised_cpu, quantised_tile
 from pallas_kernels.matmul.native_cpu import MOST_ROWS, STEP_BYTES, WEIGHTS, multiply_rows
 from pallas_kernels.matmul.quantised import QuantisedForm
@@ -361,9 +360,7 @@ def call_name(dtype: str, pool_dtype: str, weights: str | QuantisedForm) -> str:
     Raises:
       ValueError: the processor cannot do it.
     """
-    if isinstance(weights, str):
-        matmul.check_processor(weights)
-    else:
+    if isinstance(weights, QuantisedForm):
         quantised_cpu.check_processor(weights)
     of_weights = weights if isinstance(weights, str) else weights.name
     name = f"pallas_kernels.decoder_stack.{dtype}.{pool_dtype}.{of_weights}"

@@ -17,8 +17,13 @@ _PAIRS = {"float32": 1, "bfloat16": 2, "float16": 1}
 
 
 def can_pack(shape: tuple[int, int], dtype: jnp.dtype) -> bool:
-    """Whether a matrix [in, out] has a packed form: of such a dtype, `out` in 32s, of 16 bits with an even `in`."""
+    """Whether a matrix [in, out] has a packed form: of such a dtype, `out` in 32s, of 16 bits with an even `in`.
+
+    One of float16 also needs a processor that makes float32 of it (on x86, F16C).
+    """
     dtype = jnp.dtype(dtype)
+    if dtype == jnp.float16 and not native.widens_float16():
+        return False
     return dtype.name in _PAIRS and shape[1] % GROUP == 0 and shape[0] * dtype.itemsize % 4 == 0
 
 

@@ -16,7 +16,7 @@ from numba import njit
 from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, source_version, words
 from pallas_kernels.common.cpu_values import KINDS, LINE, OPTIONS, array_at, item_bytes, store
 from pallas_kernels.matmul import tile
-from pallas_kernels.matmul.tile import COLUMNS, HAS_HALVES, ROWS, make_tile
+from pallas_kernels.matmul.tile import COLUMNS, ROWS, make_tile
 
 ITEMS_PER_THREAD = 4
 
@@ -123,20 +123,9 @@ def _compiled_parts(version: int, dtype: str, weight_dtype: str, out_dtype: str)
     return plan_items, run_item
 
 
-def check_processor(weight_dtype: str) -> None:
-    """Raises ValueError if the processor cannot multiply with matrices of a dtype."""
-    if weight_dtype == "float16" and not HAS_HALVES:
-        raise ValueError("products with float16 matrices need a processor that widens float16 (F16C)")
-
-
 @functools.cache
 def call_name(dtype: str, weight_dtype: str, out_dtype: str) -> str:
-    """The custom call for x of `dtype` and a matrix of another; compiled when first asked for.
-
-    Raises:
-      ValueError: the processor cannot do it.
-    """
-    check_processor(weight_dtype)
+    """The custom call for x of `dtype` and a matrix of another; compiled when first asked for."""
     name = f"pallas_kernels.matmul.{dtype}.{weight_dtype}.{out_dtype}"
     version = source_version(__file__, tile.__file__)
     register(name, *_compiled_parts(version, dtype, weight_dtype, out_dtype))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +21,6 @@ _WORD = ir.IntType(64)
 
 FEATURES = llvm.get_host_cpu_features()
 HAS_BF16_DOT = bool(FEATURES.get("avx512bf16"))
-HAS_HALVES = platform.machine().lower() not in ("x86_64", "amd64") or bool(FEATURES.get("f16c"))
-"""Whether the processor widens float16."""
 ROWS = (12, 8, 4, 1) if FEATURES.get("avx512f") else (2, 1)
 """Rows of the tiles there are: as many as keep accumulators in registers."""
 
