@@ -59,7 +59,8 @@ def _multiply(kind, weight, form, frame, plan, matrix, layer, group, x, in_size,
     """Some rows of x [rows, in_size], from `row` on, times a group of columns; returns how many.
 
     Args:
-      weight, form: of the matrix: a number of its type, see `WEIGHTS`, or None and its form if it is quantised.
+      weight: a number of the matrix' type, see `WEIGHTS`; not looked at if it is quantised.
+      form: of the matrix; None: it is not quantised.
       sums: address of the sums of x's blocks, see `_sum_blocks`.
       out: float32[MOST_ROWS, COLUMNS].
     """
@@ -330,7 +331,7 @@ def _run_item(kind, weight, form, work, pool, frame, address, item):
 def _compiled_parts(version: int, dtype: str, pool_dtype: str, weights: str | QuantisedForm) -> tuple[Any, Any, Any]:
     """What `register` takes; `version` is in the key under which their code is kept."""
     kind, pool_kind, work = KINDS[dtype], KINDS[pool_dtype], work_kind(dtype, pool_dtype)
-    weight, form = (WEIGHTS[weights], None) if isinstance(weights, str) else (None, weights)
+    weight, form = (WEIGHTS[weights], None) if isinstance(weights, str) else (kind, weights)
     element_bytes, sums_block = int(kind.itemsize), _sums_block(weights)
 
     @njit(**KEPT)
