@@ -2,11 +2,11 @@
 
     bound = max(weight bytes / bandwidth, matrix FLOPs / peak) + K/V bytes / bandwidth
 
-Weights are read once per step, K and V of every row's context once. FLOPs are 2 per weight and row, the vocabulary's
-projection included. Bandwidth and peaks are the best of several tries, by plain numpy reads in threads (on the device,
-a jitted sum) and by jitted square matrix products. `matmuls` times the model's own products at the step's rows, one
-weight after the other from memory, as a step does: what is left between the bound and the step that is not theirs is
-attention, norms, sampling and the host.
+Weights are read once per step, as many bytes as the engine holds them in, K and V of every row's context once. FLOPs
+are 2 per weight and row, the vocabulary's projection included. Bandwidth and peaks are the best of several tries, by
+plain numpy reads in threads (on the device, a jitted sum) and by jitted square matrix products. `matmuls` times the
+model's own products at the step's rows, one weight after the other from memory, as a step does: what is left between
+the bound and the step that is not theirs is attention, norms, sampling and the host.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import jax
@@ -26,15 +27,13 @@ from absl.flags import FlagValues
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.report import Column, print_table, report
-from jaxserve.config import EngineConfig
 from jaxserve.core import Submission
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stats import EngineStats
 from jaxserve.models import ModelConfig, weights
 from jaxserve.models.linear import matmul
-from jaxserve.runtime import make_mesh, weights_form
 from jaxserve.sim.roofline import ModelShape
-from pallas_kernels.matmul import can_pack, pack
+from pallas_kernels.matmul import QuantisedMatrix, form_of
 
 SLOTS = (8, 32)
 """Where the flag does not say."""
@@ -48,6 +47,7 @@ PAGE_SIZE, TOKEN_BUDGET = 16, 256
 LIMITS = (Column("limit", "limit"), Column("value", "best", ".1f"), Column("unit", "unit"))
 MATMULS = (
     Column("dtype", "dtype"),
+    Column("form", "weights"),
     Column("rows", "rows", "d"),
     Column("shape", "product"),
     Column("count", "of them", "d"),
@@ -57,8 +57,11 @@ MATMULS = (
 )
 COLUMNS = (
     Column("dtype", "dtype"),
+    Column("quantization", "quantization"),
+    Column("weight_dtype", "weight dtype"),
     Column("slots", "slots", "d"),
     Column("context_tokens", "context", ".0f"),
+    Column("weights_mb", "weights MB", ".0f"),
     Column("weights_ms", "weights ms", ".1f"),
     Column("flops_ms", "FLOPs ms", ".1f"),
     Column("kv_ms", "K/V ms", ".2f"),
@@ -78,47 +81,72 @@ def run(flags: FlagValues) -> None:
     bandwidth = max(value for name, value in by_name.items() if name.startswith("read"))
     matmuls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    for dtype in flags.dtypes:
-        for rows in slots:
-            step = measure_step(flags.model, dtype, rows, flags.context)
-            config: ModelConfig = step.pop("config")
-            products = measure_matmuls(config, dtype, rows)
-            matmuls += products
-            bound = decode_bound(config, dtype, rows, flags.context, bandwidth, by_name[f"matmul {dtype}"])
-            results.append(
-                {"dtype": dtype, "slots": rows, "context_tokens": flags.context}
-                | bound
-                | {"matmuls_ms": sum(each["ms"] for each in products)}
-                | step
-                | {"ratio_to_bound": step["step_ms"] / bound["bound_ms"]}
-            )
+    for dtype, quantization, kept, rows in product(flags.dtypes, flags.quantizations, flags.weight_dtypes, slots):
+        form = {"quantization": None if quantization == "none" else quantization, "weight_dtype": kept}
+        step = measure_step(flags.model, dtype, rows, flags.context, **form)
+        config: ModelConfig = step.pop("config")
+        params = step.pop("params")
+        about = {"dtype": dtype, "quantization": quantization, "weight_dtype": kept, "slots": rows}
+        products = measure_matmuls(config, params, dtype, rows)
+        matmuls += [about | each for each in products]
+        held = read_bytes(config, params, rows)
+        bound = decode_bound(config, dtype, rows, flags.context, held, bandwidth, by_name[f"matmul {dtype}"])
+        results.append(
+            about
+            | {"context_tokens": flags.context, "weights_mb": held / 1e6}
+            | bound
+            | {"matmuls_ms": sum(each["ms"] for each in products)}
+            | step
+            | {"ratio_to_bound": step["step_ms"] / bound["bound_ms"]}
+        )
     print_table("machine: the model's matrix products", matmuls, MATMULS)
     settings = {"model": flags.model, "context": flags.context, "threads": os.cpu_count()}
     report("machine", settings, results, COLUMNS, flags.output, more={"limits": limits, "matmuls": matmuls})
 
 
 def decode_bound(
-    config: ModelConfig, dtype: str, slots: int, context: int, gb_per_s: float, gflop_per_s: float
+    config: ModelConfig,
+    dtype: str,
+    slots: int,
+    context: int,
+    weight_bytes: float,
+    gb_per_s: float,
+    gflop_per_s: float,
 ) -> dict[str, float]:
     """What a decode step takes at least, in ms: see the module.
 
     Args:
       slots: rows, each with `context` tokens of K and V in `dtype`.
+      weight_bytes: that the step reads, see `read_bytes`.
       gb_per_s, gflop_per_s: of the machine.
     """
-    size = jnp.dtype(dtype).itemsize
     shape = model_shape(config)
-    read = shape.read_weights(slots) + shape.head_weights
     multiplied = shape.token_weights + shape.head_weights
-    kv_bytes = slots * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
-    weights_ms, flops_ms = read * size / gb_per_s / 1e6, 2 * slots * multiplied / gflop_per_s / 1e6
-    kv_ms = kv_bytes / gb_per_s / 1e6
+    kv_numbers = slots * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    weights_ms, flops_ms = weight_bytes / gb_per_s / 1e6, 2 * slots * multiplied / gflop_per_s / 1e6
+    kv_ms = kv_numbers * jnp.dtype(dtype).itemsize / gb_per_s / 1e6
     return {
         "weights_ms": weights_ms,
         "flops_ms": flops_ms,
         "kv_ms": kv_ms,
         "bound_ms": max(weights_ms, flops_ms) + kv_ms,
     }
+
+
+def read_bytes(config: ModelConfig, params: Any, rows: int) -> float:
+    """Bytes of weights, as they lie in memory, that a step reads.
+
+    All but an embedding that is only looked up; of a mixture's experts those that can be expected to be chosen.
+    """
+    share = 1.0
+    if config.experts is not None:
+        share = 1.0 - (1.0 - config.experts.num_chosen / config.experts.num_experts) ** rows
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        keys = [getattr(key, "key", None) for key in path]
+        if keys[0] != "embed" or config.tie_word_embeddings:
+            total += leaf.nbytes * (share if "kernels" in keys else 1.0)
+    return total
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
@@ -168,53 +196,68 @@ def measure_limits(dtypes: tuple[str, ...]) -> list[dict[str, Any]]:
     return reads + products
 
 
-def measure_matmuls(config: ModelConfig, dtype: str, rows: int) -> list[dict[str, Any]]:
-    """The products of one decode step, by shape and with the weights in the form that the engine gives them.
+def measure_matmuls(config: ModelConfig, params: Any, dtype: str, rows: int) -> list[dict[str, Any]]:
+    """The products of one decode step, by shape and form, with an engine's own weights.
 
     Those of experts are left out: how many there are depends on the tokens.
 
+    Args:
+      params: as the engine's programs take them.
+
     Returns:
-      A row per shape; `ms` and rates are of all products of that shape together.
+      A row per shape and form; `ms` and rates are of all its products together.
     """
-    packs = weights_form(EngineConfig(model="", dtype=dtype), make_mesh(1), config).startswith("packed")
-    kinds: Counter[tuple[int, int, bool]] = Counter()
+    groups: dict[tuple[int, int, bool, str], list[Any]] = defaultdict(list)
     for weight in weights(config):
         if weight.is_matrix and (weight.path != ("embed",) or config.tie_word_embeddings):
-            kinds[(*weight.shape, weight.path == ("embed",))] += 1  # type: ignore[index]
+            kernel = _matrix(config, params, weight.path)
+            is_embedding = weight.path == ("embed",)
+            in_size, out_size = weight.shape[::-1] if is_embedding else weight.shape
+            form = form_of(kernel).name if isinstance(kernel, QuantisedMatrix) else kernel.dtype.name
+            groups[in_size, out_size, is_embedding, form].append(kernel)
     results = []
-    for (height, width, transposed), count in kinds.items():
-        kernels = [_random((height, width), dtype, seed) for seed in range(count)]
-        in_size, out_size = (width, height) if transposed else (height, width)
-
-        if packs and can_pack((in_size, out_size), jnp.dtype(dtype)):
-            kernels = [pack(kernel.T if transposed else kernel) for kernel in kernels]
-            transposed = False
+    for (in_size, out_size, transposed, form), kernels in groups.items():
 
         @jax.jit
-        def products(x: jax.Array, kernels: list[jax.Array], transposed: bool = transposed) -> list[jax.Array]:
+        def products(x: jax.Array, kernels: list[Any], transposed: bool = transposed) -> list[jax.Array]:
             return [matmul(x, kernel, transposed=transposed) for kernel in kernels]
 
         seconds = _median(products, _random((rows, in_size), dtype, 0), kernels)
-        held = count * height * width
         results.append(
             {
-                "dtype": dtype,
+                "form": form,
                 "rows": rows,
                 "shape": f"[{rows}, {in_size}] x [{in_size}, {out_size}]",
-                "count": count,
+                "count": len(kernels),
                 "ms": 1e3 * seconds,
-                "gflop_per_s": 2 * rows * held / seconds / 1e9,
-                "gb_per_s": held * jnp.dtype(dtype).itemsize / seconds / 1e9,
+                "gflop_per_s": 2 * rows * len(kernels) * in_size * out_size / seconds / 1e9,
+                "gb_per_s": sum(leaf.nbytes for leaf in jax.tree.leaves(kernels)) / seconds / 1e9,
             }
         )
     return results
 
 
-def measure_step(model: str, dtype: str, slots: int, context: int) -> dict[str, Any]:
+def _matrix(config: ModelConfig, params: Any, path: tuple[str | int, ...]) -> Any:
+    """A weight in the tree, or in one whose layers are stacked, those of each kind of MLP for themselves."""
+    node, keys, place = params, path, None
+    if path[0] == "layers" and not isinstance(params["layers"], list):
+        layers, kinds, index = params["layers"], config.mlp_kinds, int(path[1])
+        stacks = layers if isinstance(layers, tuple) else (layers,)
+        node = dict(zip(dict.fromkeys(kinds), stacks, strict=True))[kinds[index]]
+        keys, place = path[2:], kinds[:index].count(kinds[index])
+    for key in keys:
+        node = node[key]
+    return node if place is None else jax.tree.map(lambda leaf: leaf[place], node)
+
+
+def measure_step(model: str, dtype: str, slots: int, context: int, **form: Any) -> dict[str, Any]:
     """The engine's decode step with all `slots` busy, contexts of `context` tokens on average; median, ms.
 
+    Args:
+      form: settings of the engine that say how it holds the weights.
+
     Returns:
-      `step_ms`, and `config`, the model's.
+      `step_ms`; `config`, the model's; `params`, the weights as the engine held them.
     """
     num_prompt = max(context - STEPS // 2, 1)
     budget = slots + TOKEN_BUDGET
@@ -233,6 +276,7 @@ def measure_step(model: str, dtype: str, slots: int, context: int) -> dict[str, 
         table_width_buckets=(-(-max_model_len // PAGE_SIZE),),
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
+        **form,
     )
     engine = llm.engine
     rng = np.random.default_rng(0)
@@ -251,7 +295,8 @@ def measure_step(model: str, dtype: str, slots: int, context: int) -> dict[str, 
         if stats.prefill_tokens == before[0] and stats.slot_steps == before[1] + slots:
             seconds.append(took)
     assert seconds, "no iteration had all slots decoding"
-    return {"step_ms": 1e3 * statistics.median(seconds), "steps_timed": len(seconds), "config": engine.model_config}
+    about_step = {"step_ms": 1e3 * statistics.median(seconds), "steps_timed": len(seconds)}
+    return about_step | {"config": engine.model_config, "params": engine.runner.params}
 
 
 def _forget(delta: OutputDelta) -> None:

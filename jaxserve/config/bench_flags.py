@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from absl.flags import BooleanParser
 
-from jaxserve.config.engine_config import DTYPES, QUANTIZATIONS, EngineConfig
+from jaxserve.config.engine_config import DTYPES, QUANTIZATIONS, WEIGHT_DTYPES, EngineConfig
 from jaxserve.config.flag import Flag, flags_for
 from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, RepeatedParser, TextParser
 from jaxserve.config.policy_config import POLICIES
@@ -38,7 +38,13 @@ BENCH_FLAGS: tuple[Flag, ...] = (
             "quantizations",
             ListParser(ChoiceParser(("none", *QUANTIZATIONS))),
             ("none",),
-            "offline: forms of the weights to measure in turns, see the server's quantization",
+            "offline, machine: forms of the weights to measure, offline in turns; see the server's quantization",
+        ),
+        (
+            "weight_dtypes",
+            ListParser(ChoiceParser(WEIGHT_DTYPES)),
+            ("auto",),
+            "machine: dtypes of matrices to measure, see the server's weight_dtype",
         ),
         (
             "slots",

@@ -12,6 +12,7 @@ from jaxserve.config.checks import at_least, one_of, positive
 from jaxserve.config.policy_config import POLICY_FIELDS, SWAPPING_PREEMPTIONS, PolicyConfig
 
 DTYPES = ("float32", "bfloat16")
+WEIGHT_DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "native_cpu", "mosaic_gpu", "mosaic_tpu")
 MATMUL_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
@@ -115,6 +116,8 @@ class EngineConfig(PolicyConfig):
       dtype: of weights and activations, and of KV pages unless `kv_cache_dtype` says otherwise.
       quantization: keeps weights quantised in memory, on one CPU device: "gguf", the blocks of a GGUF file; "int8" and
         "int4", in blocks of 32 made at load. None: weights are of `dtype`.
+      weight_dtype: of matrices that are not quantised, if `dtype` is float32: "auto" keeps those that the checkpoint
+        has in 16 bits so where they are packed (one CPU device), which changes no result.
       max_model_len: most tokens of a request; the model's own limit when None.
       memory_fraction: share of the device's free memory that weights, workspace and KV may use.
       num_pages: KV pages; sized from memory when None.
@@ -140,6 +143,7 @@ class EngineConfig(PolicyConfig):
     served_model_name: str | None = None
     dtype: str = "bfloat16"
     quantization: str | None = None
+    weight_dtype: str = "auto"
     seed: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 8
@@ -189,6 +193,12 @@ class EngineConfig(PolicyConfig):
         one_of("decoder_implementation", self.decoder_implementation, DECODER_IMPLEMENTATIONS)
         if self.quantization is not None:
             one_of("quantization", self.quantization, QUANTIZATIONS)
+        one_of("weight_dtype", self.weight_dtype, WEIGHT_DTYPES)
+        if self.dtype != "float32" and self.weight_dtype not in ("auto", self.dtype):
+            raise ValueError(
+                f"weight_dtype is {self.weight_dtype} and dtype is {self.dtype}; with this dtype weights are of it too:"
+                " leave weight_dtype out, or use dtype float32"
+            )
         self._check_lora()
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)

@@ -16,6 +16,7 @@ from jaxserve.config.engine_config import (
     KV_CACHE_DTYPES,
     MATMUL_IMPLEMENTATIONS,
     QUANTIZATIONS,
+    WEIGHT_DTYPES,
     EngineConfig,
     SchedulerConfig,
 )
@@ -199,6 +200,11 @@ FLAGS: tuple[Flag, ...] = (
             "quantization",
             ChoiceParser(QUANTIZATIONS),
             "keep weights quantised, on one CPU device: a GGUF file's blocks, or int8 or int4 in blocks of 32",
+        ),
+        (
+            "weight_dtype",
+            ChoiceParser(WEIGHT_DTYPES),
+            "of matrices, with dtype float32; auto keeps those stored in 16 bits so on one CPU device, which is exact",
         ),
         ("seed", _INT, "makes seeds drawn for requests without one repeat from run to run; default: fresh ones"),
         ("tensor_parallel_size", _INT, "devices that share the model"),

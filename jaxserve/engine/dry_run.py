@@ -20,6 +20,7 @@ from jaxserve.runtime import (
     arrange_weights,
     enable_compile_cache,
     make_mesh,
+    weight_dtype,
     weights_form,
 )
 from jaxserve.tables import num_programs
@@ -86,7 +87,7 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
     """The parameters' shapes, dtypes and shardings."""
-    loaded = abstract_weights(resolved, config.dtype, config.quantization)
+    loaded = abstract_weights(resolved, config.dtype, config.quantization, weight_dtype(config, mesh))
     form = weights_form(config, mesh, model_config, loaded)
     adapters = {"adapters": abstract_adapters(config, form, model_config, mesh)} if config.enable_lora else {}
 

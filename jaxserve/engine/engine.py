@@ -54,6 +54,7 @@ from jaxserve.runtime import (
     empty_adapters,
     enable_compile_cache,
     make_mesh,
+    weight_dtype,
     weights_form,
 )
 from jaxserve.scheduler import Scheduler, TraceWriter
@@ -94,7 +95,8 @@ class Engine:
             None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer, config.chat_template)
         )
         self._mesh = make_mesh(config.tensor_parallel_size)
-        shapes = abstract_weights(resolved, config.dtype, config.quantization) if config.quantization else None
+        kept = weight_dtype(config, self._mesh)
+        shapes = abstract_weights(resolved, config.dtype, config.quantization, kept)
         form = weights_form(config, self._mesh, model_config_of(resolved), shapes)
         self._startup = StartupFigures()
         with self._startup.stage(WEIGHTS):
@@ -104,6 +106,7 @@ class Engine:
                 mesh=self._mesh,
                 progress=lambda done, total, what: self._progress("weights", done, total, what),
                 quantization=config.quantization,
+                weight_dtype=kept,
             )
             params = arrange_weights(loaded.params, form, loaded.config, self._mesh, consume=True)
             if config.enable_lora:

@@ -56,6 +56,9 @@ class BlockFp8Reader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored.shape(name)
 
+    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
+        return None if name in self._scaled else self._stored.stored_dtype(name)
+
     def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
         stored = self._stored.read(name, rows)
         if name not in self._scaled:

@@ -35,6 +35,10 @@ class CheckpointReader(Protocol):
         """Shape as the Hugging Face checkpoint has it (linear layers [out, in])."""
         ...
 
+    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
+        """The floating dtype that a tensor is stored in; None: in another form, which reading makes numbers of."""
+        ...
+
     def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
         """The tensor, or only these rows of it (and nothing else is read), in a floating dtype.
 

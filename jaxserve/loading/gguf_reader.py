@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
@@ -19,6 +20,12 @@ from jaxserve.loading.gguf_file import GgufTensor, read_gguf
 from jaxserve.loading.mapped_file import map_tensor
 from pallas_kernels.matmul import Blocks
 
+_FLOATS = {
+    GGMLQuantizationType.F64: np.dtype(np.float64),
+    GGMLQuantizationType.F32: np.dtype(np.float32),
+    GGMLQuantizationType.F16: np.dtype(np.float16),
+    GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
+}
 _VALUES_AT_ONCE = 1 << 20
 _QUERY, _KEY = ".self_attn.q_proj.", ".self_attn.k_proj."
 
@@ -60,6 +67,9 @@ class GgufReader:
     def quantisation(self, name: str) -> GGMLQuantizationType:
         """How a tensor is stored."""
         return self._tensors[name].quantisation
+
+    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
+        return _FLOATS.get(self.quantisation(name))
 
     def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
         value = _dequantised(_rows_of(self._tensors[name], rows), name)

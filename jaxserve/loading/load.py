@@ -32,6 +32,7 @@ from jaxserve.loading.quantised_weights import (
     quantised_weight,
 )
 from jaxserve.loading.resolve import ResolvedModel
+from jaxserve.loading.weight_dtypes import check_range, kept_dtypes
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.models.sharding import param_shardings
@@ -65,6 +66,7 @@ def load_model(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
     quantization: str | None = None,
+    weight_dtype: str | None = None,
 ) -> LoadedModel:
     """Reads a model's weights.
 
@@ -74,19 +76,21 @@ def load_model(
       mesh: where to place the parameters; the default device when None.
       progress: called with bytes placed, bytes in all and the last weight's name.
       quantization: keeps matrices quantised, on one CPU device: "gguf" (a file's blocks), "int8" or "int4".
+      weight_dtype: of matrices that are not quantised, see `kept_dtypes`; None: `dtype`.
 
     Raises:
       CheckpointError: the checkpoint is damaged or does not fit its configuration.
       UnsupportedModelError: the model needs something this version lacks.
-      ValueError: the checkpoint has nothing for `quantization`.
+      ValueError: the checkpoint has nothing for `quantization`, or numbers that `weight_dtype` does not hold.
     """
     if resolved.kind == "orbax":
-        return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization)
+        return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization, weight_dtype)
     reader = open_checkpoint(resolved)
     config = model_config_from_hf(reader.hf_config)
     table = weights(config)
-    check_tensors(reader, table, [name for name in reader.names() if ignorable(config, name)])
+    _check(reader, config, table)
     forms = quantised_forms(quantization, config, table, reader)
+    dtypes = kept_dtypes(weight_dtype, dtype, table, forms, reader)
     shardings = {} if mesh is None else _by_path(config, param_shardings(config, mesh))
     placed: dict[tuple[str | int, ...], Any] = {}
     target = np.dtype(jnp.dtype(dtype))
@@ -95,9 +99,14 @@ def load_model(
         if weight.path in forms:
             assert quantization is not None
             return quantised_weight(weight, forms[weight.path], reader, quantization)
-        return weight.read(reader.read, np.dtype(np.float32) if weight.is_float32 else target)
+        own = np.dtype(np.float32) if weight.is_float32 else dtypes.get(weight.path, target)
+        with np.errstate(over="ignore"):  # checked below
+            value = weight.read(reader.read, own)
+        if weight_dtype == "float16":
+            check_range(weight, value)
+        return value
 
-    total = sum(_num_bytes(abstract_params_of(weight, forms, target)) for weight in table)
+    total = sum(_num_bytes(abstract_params_of(weight, forms, dtypes.get(weight.path, target))) for weight in table)
     done = 0
     (progress or _silent)(done, total, "")
     for weight, value in _read_ahead(table, read):
@@ -122,7 +131,9 @@ def model_config_of(resolved: ResolvedModel) -> ModelConfig:
     return model_config_from_hf(open_checkpoint(resolved).hf_config)
 
 
-def abstract_weights(resolved: ResolvedModel, dtype: str, quantization: str | None = None) -> dict[str, Any]:
+def abstract_weights(
+    resolved: ResolvedModel, dtype: str, quantization: str | None = None, weight_dtype: str | None = None
+) -> dict[str, Any]:
     """Shapes and dtypes of what `load_model` would give, without reading weights.
 
     Raises:
@@ -130,8 +141,12 @@ def abstract_weights(resolved: ResolvedModel, dtype: str, quantization: str | No
     """
     config = model_config_of(resolved)
     reader = None if resolved.kind == "orbax" else open_checkpoint(resolved)
-    forms = quantised_forms(quantization, config, weights(config), reader)
-    return make_params(config, lambda weight: abstract_params_of(weight, forms, jnp.dtype(dtype)))
+    table = weights(config)
+    if reader is not None:
+        _check(reader, config, table)
+    forms = quantised_forms(quantization, config, table, reader)
+    dtypes, target = kept_dtypes(weight_dtype, dtype, table, forms, reader), jnp.dtype(dtype)
+    return make_params(config, lambda weight: abstract_params_of(weight, forms, dtypes.get(weight.path, target)))
 
 
 def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
@@ -158,13 +173,24 @@ def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
     return reader
 
 
+def _check(reader: CheckpointReader, config: ModelConfig, table: Sequence[Weight]) -> None:
+    """Raises CheckpointError unless a checkpoint has a model's tensors."""
+    check_tensors(reader, table, [name for name in reader.names() if ignorable(config, name)])
+
+
 def _load_orbax(
-    resolved: ResolvedModel, dtype: str, mesh: Mesh | None, progress: Progress, quantization: str | None
+    resolved: ResolvedModel,
+    dtype: str,
+    mesh: Mesh | None,
+    progress: Progress,
+    quantization: str | None,
+    weight_dtype: str | None,
 ) -> LoadedModel:
     from jaxserve.loading.orbax_checkpoint import load_orbax
 
     table = weights(model_config_of(resolved))
     forms = quantised_forms(quantization, model_config_of(resolved), table, None)
+    dtypes = kept_dtypes(weight_dtype, dtype, table, forms, None)
     config, params, generation_config = load_orbax(resolved.path, dtype, mesh, progress)
     placed = _by_path(config, params)
     for weight in table:
@@ -173,6 +199,9 @@ def _load_orbax(
             matrix = quantise_columns(value.T if weight.transpose else value, forms[weight.path])
             assert matrix.shape == matrix_shape(weight), weight
             placed[weight.path] = jax.tree.map(jnp.asarray, matrix)
+        if weight.path in dtypes:
+            placed[weight.path] = placed[weight.path].astype(dtypes[weight.path])
+            check_range(weight, placed[weight.path])
     return LoadedModel(config, make_params(config, lambda weight: placed[weight.path]), generation_config)
 
 

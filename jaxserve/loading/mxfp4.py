@@ -56,6 +56,9 @@ class Mxfp4Reader:
         experts, out, blocks, _ = self._stored.shape(name + _BLOCKS)
         return (experts, blocks * _BLOCK, out)
 
+    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
+        return None if name in self._packed else self._stored.stored_dtype(name)
+
     def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
         if name not in self._packed:
             return self._stored.read(name, rows)

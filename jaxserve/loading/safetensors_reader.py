@@ -68,6 +68,9 @@ class SafetensorsReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
+    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
+        return FLOATS.get(self._entries[name].dtype)
+
     def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
         entry = self._entries[name]
         dtype = FLOATS.get(entry.dtype)

@@ -13,12 +13,12 @@ from pallas_kernels.matmul import PackedMatrix, is_packed, packed_matmul
 def matmul(
     x: jax.Array, kernel: PackedMatrix, *, transposed: bool = False, out_dtype: jnp.dtype | None = None
 ) -> jax.Array:
-    """`x @ kernel` in full precision of its dtype.
+    """`x @ kernel` in full precision of x's dtype.
 
     Args:
       x: [N, in].
-      kernel: [in, out], or [out, in] when `transposed`; or packed from [in, out], quantised or not
-        (`pallas_kernels.matmul`).
+      kernel: [in, out], or [out, in] when `transposed`, of x's dtype or one of 16 bits that x's holds; or packed from
+        [in, out], quantised or not (`pallas_kernels.matmul`).
       out_dtype: of the result; x's when None.
 
     Returns:
@@ -32,7 +32,7 @@ def matmul(
         x = jnp.concatenate([x, x])
     product = jax.lax.dot_general(
         x,
-        kernel,
+        kernel.astype(x.dtype),
         (((1,), (1 if transposed else 0,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=out_dtype,

@@ -65,7 +65,7 @@ def forward(
     """
     embed = params["embed"]
     dtype = params["final_norm"].dtype
-    x = packed_columns(embed, token_ids, dtype) if is_packed(embed) else embed[token_ids]
+    x = packed_columns(embed, token_ids, dtype) if is_packed(embed) else embed[token_ids].astype(dtype)
     if config.embedding_multiplier != 1.0:
         x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     longest = config.served_length or config.max_position_embeddings

@@ -7,7 +7,7 @@ from jaxserve.runtime.memory_plan import MemoryPlan
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.step_handles import RowScores, StepHandle, StepOutput
-from jaxserve.runtime.weights_form import arrange_weights, weights_form
+from jaxserve.runtime.weights_form import arrange_weights, weight_dtype, weights_form
 
 __all__ = [
     "COMPILES",
@@ -21,5 +21,6 @@ __all__ = [
     "empty_adapters",
     "enable_compile_cache",
     "make_mesh",
+    "weight_dtype",
     "weights_form",
 ]

@@ -14,7 +14,7 @@ from jaxserve.models import ModelConfig, pack_kernels, stack_layers, weights
 from jaxserve.runtime.huge_pages import use_huge_pages
 from jaxserve.runtime.kv_pool import attention_implementation
 from pallas_kernels.common import native
-from pallas_kernels.matmul import QuantisedMatrix, can_pack, form_of
+from pallas_kernels.matmul import QuantisedForm, QuantisedMatrix, can_pack, form_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
     """How weights are kept.
 
     Args:
-      loaded: what `abstract_weights` tells of the model; needed if matrices are kept quantised.
+      loaded: what `abstract_weights` tells of the model; None: all weights are of `dtype`.
 
     Returns:
       "plain": as loaded.
@@ -47,9 +47,7 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
       ValueError: an implementation or quantised matrices are asked for where they cannot be.
       ImportError: they need numba, which is missing.
     """
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    stacked = not on_cpu if config.scan_layers is None else config.scan_layers
-    can_be_native = on_cpu and mesh.size == 1 and not stacked and config.dtype in native.NATIVE_DTYPES
+    can_be_native = _can_be_native(config, mesh)
     if config.quantization is not None:
         if not can_be_native or config.matmul_implementation == "xla":
             raise ValueError(
@@ -68,7 +66,7 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
             f"{asked[0]} native_cpu needs one CPU device, unstacked layers and dtype"
             f" {' or '.join(native.NATIVE_DTYPES)}; use xla"
         )
-    if stacked:
+    if _are_stacked(config, mesh):
         return "stacked"
     if config.matmul_implementation == "xla" or not (can_be_native and native.is_available()):
         if config.decoder_implementation == "native_cpu":
@@ -82,6 +80,22 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
     if reason:
         log.info("decoder layers are run one by one: %s", reason)
     return "packed" if reason else "packed_stack"
+
+
+def weight_dtype(config: EngineConfig, mesh: Mesh) -> str:
+    """As what matrices that are not quantised are loaded, see `load_model`: "auto" only where they are packed."""
+    is_packed = _can_be_native(config, mesh) and config.matmul_implementation != "xla" and native.is_available()
+    return config.dtype if config.weight_dtype == "auto" and not is_packed else config.weight_dtype
+
+
+def _are_stacked(config: EngineConfig, mesh: Mesh) -> bool:
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return not on_cpu if config.scan_layers is None else config.scan_layers
+
+
+def _can_be_native(config: EngineConfig, mesh: Mesh) -> bool:
+    is_one_cpu = mesh.devices.flat[0].platform == "cpu" and mesh.size == 1
+    return is_one_cpu and not _are_stacked(config, mesh) and config.dtype in native.NATIVE_DTYPES
 
 
 def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) -> str | None:
@@ -98,21 +112,23 @@ def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) 
         return f"activation {model_config.hidden_act} is not supported, {', '.join(STACK_ACTIVATIONS)} are"
     if missing := _missing_in_stack(model_config):
         return f"{missing} is not supported in one call"
-    if config.quantization is not None:
+    kept: set[str | QuantisedForm] = {config.dtype}
+    if loaded is not None:
         leaves = jax.tree.leaves(loaded["layers"], is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
-        forms = {form_of(leaf) if isinstance(leaf, QuantisedMatrix) else None for leaf in leaves if len(leaf.shape) > 1}
-        if len(forms) > 1:
-            names = sorted(config.dtype if form is None else form.name for form in forms)
-            return f"the layers' matrices have several forms, {', '.join(names)}; all must have one"
-        form = forms.pop()
-        columns = model_config.num_heads // model_config.num_kv_heads * model_config.head_dim
-        if form is not None and form.has_minimum and columns % form.block:
-            return f"{columns} query columns of a KV head are not in blocks of {form.block}"
-        if form is not None:
-            return None
-    for weight in weights(model_config):
-        if weight.is_matrix and weight.path[0] == "layers" and not can_pack(weight.shape, jnp.dtype(config.dtype)):
-            return f"{weight.hf_name} is {list(weight.shape)}, which has no packed form"
+        matrices = [leaf for leaf in leaves if len(leaf.shape) > 1]
+        kept = {form_of(leaf) if isinstance(leaf, QuantisedMatrix) else jnp.dtype(leaf.dtype).name for leaf in matrices}
+    if len(kept) > 1:
+        names = sorted(each if isinstance(each, str) else each.name for each in kept)
+        return f"the layers' matrices have several forms, {', '.join(names)}; all must have one"
+    form = kept.pop()
+    if isinstance(form, str):
+        for weight in weights(model_config):
+            if weight.is_matrix and weight.path[0] == "layers" and not can_pack(weight.shape, jnp.dtype(form)):
+                return f"{weight.hf_name} is {list(weight.shape)}, which has no packed form"
+        return None
+    columns = model_config.num_heads // model_config.num_kv_heads * model_config.head_dim
+    if form.has_minimum and columns % form.block:
+        return f"{columns} query columns of a KV head are not in blocks of {form.block}"
     return None
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import native
+from pallas_kernels.matmul.api import can_multiply, packed_shape
 from pallas_kernels.matmul.quantised import GROUP, QuantisedForm, QuantisedMatrix, abstract_quantised, form_of
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
@@ -66,8 +67,8 @@ def decoder_stack(
     Args:
       x: [B + T, d], float32 or bfloat16.
       layers: parameters as `jaxserve.models.weights` names them, stacked over L layers: matrices packed
-        [L, out / 32, in / p, 32, p], or all quantised in one form ([L, ...] of a `QuantisedMatrix`), norms [L, d],
-        biases, where there are any, [L, out]; of x's dtype, if not quantised.
+        [L, out / 32, in / p, 32, p], all of one dtype that `packed_matmul` multiplies x with, or all quantised in one
+        form ([L, ...] of a `QuantisedMatrix`); norms [L, d], biases, where there are any, [L, out], of x's dtype.
       pool: [L, P, 2, K, S, D], float32 or bfloat16; updated in place where it is donated.
       rope: cos and sin, float32[B + T, R / 2].
       tables: see `StackTables`.
@@ -85,22 +86,22 @@ def decoder_stack(
     native.require()
     from pallas_kernels.decoder_stack.native_cpu import call_name, scratch_bytes
 
-    form = _form(layers)
-    _check(x, layers, pool, rope, tables, sliding_windows, activation, form)
+    kept = _kept(layers)
+    _check(x, layers, pool, rope, tables, sliding_windows, activation, kept)
     none = jnp.zeros(0, x.dtype)
     weights = [layers["input_norm"]["scale"], layers["post_attention_norm"]["scale"]]
     matrices = [_arrays(layers[part][name]["kernel"]) for part, name in _MATRICES]
     weights += [matrix[0] for matrix in matrices]
     weights += [layers[part][name].get("bias", none) for part, name in _MATRICES]
-    weights += [none if form is None else matrix[1] for matrix in matrices]
+    weights += [none if isinstance(kept, str) else matrix[1] for matrix in matrices]
     windows = jnp.asarray([window or 2**30 for window in sliding_windows], jnp.int32)
     options = jnp.asarray([rms_norm_eps, pool.shape[5] ** -0.5, ACTIVATIONS.index(activation)], jnp.float32)
     shapes = (
         jax.ShapeDtypeStruct(x.shape, x.dtype),
         jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-        jax.ShapeDtypeStruct((scratch_bytes(x, *_columns(layers), form),), jnp.uint8),
+        jax.ShapeDtypeStruct((scratch_bytes(x, *_columns(layers), kept),), jnp.uint8),
     )
-    name = call_name(x.dtype.name, pool.dtype.name, form)
+    name = call_name(x.dtype.name, pool.dtype.name, kept)
     call = jax.ffi.ffi_call(name, shapes, input_output_aliases={1: 1})
     x, pool, _ = call(x, pool, *rope, *(table.astype(jnp.int32) for table in tables), windows, options, *weights)
     return x, pool
@@ -118,17 +119,17 @@ def _columns(layers: dict[str, Any]) -> tuple[int, int, int]:
     return queries, keys, inner
 
 
-def _form(layers: dict[str, Any]) -> QuantisedForm | None:
-    """The one form of all matrices; None: they are not quantised.
+def _kept(layers: dict[str, Any]) -> str | QuantisedForm:
+    """The one dtype or form of all matrices.
 
     Raises:
       ValueError: they have several.
     """
     kernels = [layers[part][name]["kernel"] for part, name in _MATRICES]
-    forms = {form_of(kernel) if isinstance(kernel, QuantisedMatrix) else None for kernel in kernels}
-    if len(forms) > 1:
-        raise ValueError(f"the layers' matrices are of {len(forms)} forms; all must be of one, or none quantised")
-    return forms.pop()
+    found = {form_of(kernel) if isinstance(kernel, QuantisedMatrix) else kernel.dtype.name for kernel in kernels}
+    if len(found) > 1:
+        raise ValueError(f"the layers' matrices are of {len(found)} dtypes or forms; all must be of one")
+    return found.pop()
 
 
 def _check(
@@ -139,7 +140,7 @@ def _check(
     tables: StackTables,
     sliding_windows: tuple[int | None, ...],
     activation: str,
-    form: QuantisedForm | None,
+    kept: str | QuantisedForm,
 ) -> None:
     """Raises ValueError unless everything fits: the call reads memory by these shapes."""
     num_tokens, hidden = x.shape
@@ -148,23 +149,24 @@ def _check(
             f"x is {x.dtype} and the pool {pool.dtype}{list(pool.shape)}; a plain pool [L, P, 2, K, S, D] and"
             f" {' or '.join(native.NATIVE_DTYPES)} are supported"
         )
+    if isinstance(kept, str) and not can_multiply(x.dtype, kept):
+        raise ValueError(f"x is {x.dtype} and the layers' matrices {kept}, which are not multiplied with each other")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
     num_layers, _, _, kv_heads, _, dim = pool.shape
     queries, _, inner = _columns(layers)
     keys = kv_heads * dim
     sizes = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), (hidden, inner), (hidden, inner))
-    pairs = 2 if x.dtype == jnp.bfloat16 else 1
     wanted = {("x",): (num_tokens, hidden), ("windows",): (num_layers,)}
     found = {("x",): x.shape, ("windows",): (len(sliding_windows),)}
     for (part, name), (rows, columns) in zip(_MATRICES, (*sizes, (inner, hidden)), strict=True):
         linear = layers[part][name]
-        if form is None:
-            wanted[part, name] = (num_layers, columns // GROUP, rows // pairs, GROUP, pairs)
+        if isinstance(kept, str):
+            wanted[part, name] = (num_layers, *packed_shape((rows, columns), kept))
             found[part, name] = linear["kernel"].shape
         else:
             wanted[part, name], found[part, name] = (rows, columns), linear["kernel"].shape
-            abstract = abstract_quantised((rows, columns), form)
+            abstract = abstract_quantised((rows, columns), kept)
             for field, array, leaf in zip(abstract._fields, abstract, linear["kernel"], strict=True):
                 wanted[part, name, field], found[part, name, field] = (num_layers, *array.shape), leaf.shape
                 if leaf.dtype != array.dtype:
@@ -184,12 +186,12 @@ def _check(
     for name, shape in wanted.items():
         if found[name] != shape:
             raise ValueError(f"{' '.join(name)} is {list(found[name])}; it must be {list(shape)}")
-    leaves = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, QuantisedMatrix))
-    dense = [leaf for leaf in leaves if not isinstance(leaf, QuantisedMatrix)]
-    if form is not None and form.has_minimum and queries // kv_heads % form.block:
-        raise ValueError(f"{queries // kv_heads} query columns of a KV head are not in blocks of {form.block}")
-    if any(leaf.dtype != x.dtype for leaf in dense) or queries % keys or 2 * half > dim:
+    if isinstance(kept, QuantisedForm) and kept.has_minimum and queries // kv_heads % kept.block:
+        raise ValueError(f"{queries // kv_heads} query columns of a KV head are not in blocks of {kept.block}")
+    vectors = [layers[name]["scale"] for name in ("input_norm", "post_attention_norm")]
+    vectors += [layers[part][name]["bias"] for part, name in _MATRICES if "bias" in layers[part][name]]
+    if any(vector.dtype != x.dtype for vector in vectors) or queries % keys or 2 * half > dim:
         raise ValueError(
             f"{queries} query columns, {keys} key columns, rotation of {2 * half} of {dim}: query heads must be a"
-            f" multiple of KV heads, the rotation no longer than a head, and every weight {x.dtype}"
+            f" multiple of KV heads, the rotation no longer than a head, and norms and biases {x.dtype}"
         )

@@ -36,7 +36,7 @@ from pallas_kernels.decoder_stack import layout as at
 from pallas_kernels.decoder_stack import parts
 from pallas_kernels.decoder_stack.parts import activate, keep, normalise, rotate
 from pallas_kernels.matmul import quantised, quantised_cpu, quantised_tile
-from pallas_kernels.matmul.native_cpu import MOST_ROWS, STEP_BYTES, multiply_rows
+from pallas_kernels.matmul.native_cpu import MOST_ROWS, STEP_BYTES, WEIGHTS, multiply_rows
 from pallas_kernels.matmul.quantised import QuantisedForm
 from pallas_kernels.matmul.quantised_cpu import multiply_quantised_rows
 from pallas_kernels.matmul.quantised_tile import block_sum
@@ -55,10 +55,11 @@ def _bias(kind, frame, matrix, layer, columns):
 
 
 @njit(**OPTIONS)
-def _multiply(kind, form, frame, plan, matrix, layer, group, x, in_size, sums, row, end, out):
+def _multiply(kind, weight, form, frame, plan, matrix, layer, group, x, in_size, sums, row, end, out):
     """Some rows of x [rows, in_size], from `row` on, times a group of columns; returns how many.
 
     Args:
+      weight: a number of the matrix' type, see `WEIGHTS`; not looked at if it is quantised.
       form: of the matrix; None: it is not quantised.
       sums: address of the sums of x's blocks, see `_sum_blocks`.
       out: float32[MOST_ROWS, COLUMNS].
@@ -66,11 +67,12 @@ def _multiply(kind, form, frame, plan, matrix, layer, group, x, in_size, sums, r
     address, shape = argument(frame, at.MATRIX + matrix)
     index, stride = layer * shape[1] + group, in_size * item_bytes(kind)
     if form is None:
-        size = stride * COLUMNS
+        column_bytes = in_size * item_bytes(weight)
+        steps, size = column_bytes // STEP_BYTES, column_bytes * COLUMNS
         w = address + index * size
         to_fetch = w + plan[at.THREADS] * size
         return multiply_rows(
-            kind, x, stride, w, stride // STEP_BYTES, out.ctypes.data, 4 * COLUMNS, row, end, to_fetch
+            kind, weight, x, stride, w, steps, out.ctypes.data, 4 * COLUMNS, row, end, to_fetch
         )  # fmt: skip
     else:
         blocks = in_size // form.block
@@ -100,7 +102,7 @@ def _sum_blocks(kind, form, x, width, sums, first, end, column, columns):
 
 
 @njit(**OPTIONS)
-def _project(kind, form, frame, plan, matrix, layer, group, part, x, in_size, block_sums, out, adds):
+def _project(kind, weight, form, frame, plan, matrix, layer, group, part, x, in_size, block_sums, out, adds):
     """A group of columns of `x @ matrix + bias`, rows of one part; to `out`, or added to it."""
     rows = plan[at.ROWS]
     columns = argument(frame, at.MATRIX + matrix)[1][1] * COLUMNS
@@ -109,7 +111,9 @@ def _project(kind, form, frame, plan, matrix, layer, group, part, x, in_size, bl
     to = array_at(kind, out, (rows, columns))
     row, end = _part(plan, part)
     while row < end:
-        done = _multiply(kind, form, frame, plan, matrix, layer, group, x, in_size, block_sums, row, end, scratch)
+        done = _multiply(
+            kind, weight, form, frame, plan, matrix, layer, group, x, in_size, block_sums, row, end, scratch
+        )  # fmt: skip
         for i in range(done):
             sums, target = scratch[i], to[row + i, group * COLUMNS : (group + 1) * COLUMNS]
             if bias.shape[0]:
@@ -125,7 +129,7 @@ def _project(kind, form, frame, plan, matrix, layer, group, part, x, in_size, bl
 
 
 @njit(**OPTIONS)
-def _gate_and_up(kind, form, frame, plan, activation, layer, group, part):
+def _gate_and_up(kind, weight, form, frame, plan, activation, layer, group, part):
     """A group of columns of `act(gate(x)) * up(x)`, rows of one part."""
     rows, hidden, inner = plan[at.ROWS], plan[at.HIDDEN], plan[at.INNER]
     x, block_sums = plan[at.NORMED], plan[at.NORMED_SUMS]
@@ -136,7 +140,9 @@ def _gate_and_up(kind, form, frame, plan, activation, layer, group, part):
         done = 0
         for which in range(2):
             matrix, out = at.GATE_PROJ + which, scratch[which]
-            done = _multiply(kind, form, frame, plan, matrix, layer, group, x, hidden, block_sums, row, end, out)
+            done = _multiply(
+                kind, weight, form, frame, plan, matrix, layer, group, x, hidden, block_sums, row, end, out
+            )  # fmt: skip
             bias = _bias(kind, frame, matrix, layer, inner)
             for i in range(done):
                 sums = scratch[which, i]
@@ -265,7 +271,7 @@ def _norm(kind, form, frame, plan, which, eps, layer, item):
 
 
 @njit(**OPTIONS)
-def _qkv(kind, form, frame, plan, layer, item):
+def _qkv(kind, weight, form, frame, plan, layer, item):
     group, part = item // plan[at.ROW_PARTS], item % plan[at.ROW_PARTS]
     queries = plan[at.HEADS] * plan[at.DIM] // COLUMNS
     keys = plan[at.KV_HEADS] * plan[at.DIM] // COLUMNS
@@ -275,18 +281,18 @@ def _qkv(kind, form, frame, plan, layer, item):
     elif group >= queries:
         matrix, out, group = at.K_PROJ, plan[at.KEYS], group - queries
     x, sums = plan[at.NORMED], plan[at.NORMED_SUMS]
-    _project(kind, form, frame, plan, matrix, layer, group, part, x, plan[at.HIDDEN], sums, out, False)
+    _project(kind, weight, form, frame, plan, matrix, layer, group, part, x, plan[at.HIDDEN], sums, out, False)
 
 
 @njit(**OPTIONS)
-def _add(kind, form, frame, plan, matrix, layer, item, x, in_size, sums):
+def _add(kind, weight, form, frame, plan, matrix, layer, item, x, in_size, sums):
     """A product added to the residual stream."""
     group, part = item // plan[at.ROW_PARTS], item % plan[at.ROW_PARTS]
-    _project(kind, form, frame, plan, matrix, layer, group, part, x, in_size, sums, plan[at.RESIDUAL], True)
+    _project(kind, weight, form, frame, plan, matrix, layer, group, part, x, in_size, sums, plan[at.RESIDUAL], True)
 
 
 @njit(**OPTIONS)
-def _run_item(kind, form, work, pool, frame, address, item):
+def _run_item(kind, weight, form, work, pool, frame, address, item):
     plan = words(address, at.SOURCES)
     sources = words(address + 8 * at.SOURCES, plan[at.ROWS])
     if item < plan[at.GATHER]:
@@ -303,7 +309,7 @@ def _run_item(kind, form, work, pool, frame, address, item):
     if item < ends[at.FIRST_NORM]:
         _norm(kind, form, frame, plan, at.NORM, options[0], layer, item)
     elif item < ends[at.QKV]:
-        _qkv(kind, form, frame, plan, layer, item - ends[at.FIRST_NORM])
+        _qkv(kind, weight, form, frame, plan, layer, item - ends[at.FIRST_NORM])
     elif item < ends[at.ROPE]:
         _rope(kind, pool, frame, plan, sources, layer, item - ends[at.QKV])
     elif item < ends[at.ATTEND]:
@@ -311,21 +317,22 @@ def _run_item(kind, form, work, pool, frame, address, item):
     elif item < ends[at.OUTPUT]:
         size = plan[at.HEADS] * plan[at.DIM]
         x, sums = plan[at.MIXED], plan[at.MIXED_SUMS]
-        _add(kind, form, frame, plan, at.O_PROJ, layer, item - ends[at.ATTEND], x, size, sums)
+        _add(kind, weight, form, frame, plan, at.O_PROJ, layer, item - ends[at.ATTEND], x, size, sums)
     elif item < ends[at.MIDDLE_NORM]:
         _norm(kind, form, frame, plan, at.SECOND_NORM, options[0], layer, item - ends[at.OUTPUT])
     elif item < ends[at.GATED]:
         item -= ends[at.MIDDLE_NORM]
-        _gate_and_up(kind, form, frame, plan, np.int64(options[2]), layer, item // split, item % split)
+        _gate_and_up(kind, weight, form, frame, plan, np.int64(options[2]), layer, item // split, item % split)
     else:
         x, sums = plan[at.MLP], plan[at.MLP_SUMS]
-        _add(kind, form, frame, plan, at.DOWN_PROJ, layer, item - ends[at.GATED], x, plan[at.INNER], sums)
+        _add(kind, weight, form, frame, plan, at.DOWN_PROJ, layer, item - ends[at.GATED], x, plan[at.INNER], sums)
 
 
-def _compiled_parts(version: int, dtype: str, pool_dtype: str, form: QuantisedForm | None) -> tuple[Any, Any, Any]:
+def _compiled_parts(version: int, dtype: str, pool_dtype: str, weights: str | QuantisedForm) -> tuple[Any, Any, Any]:
     """What `register` takes; `version` is in the key under which their code is kept."""
     kind, pool_kind, work = KINDS[dtype], KINDS[pool_dtype], work_kind(dtype, pool_dtype)
-    element_bytes, sums_block = int(kind.itemsize), _sums_block(form)
+    weight, form = (WEIGHTS[weights], None) if isinstance(weights, str) else (kind, weights)
+    element_bytes, sums_block = int(kind.itemsize), _sums_block(weights)
 
     @njit(**KEPT)
     def plan_items(frame, threads):
@@ -337,7 +344,7 @@ def _compiled_parts(version: int, dtype: str, pool_dtype: str, form: QuantisedFo
         _ = version
         address, shape = argument(frame, at.POOL)
         pool = array_at(pool_kind, address, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]))
-        _run_item(kind, form, work, pool, frame, plan, item)
+        _run_item(kind, weight, form, work, pool, frame, plan, item)
 
     @njit(**KEPT)
     def items_before(plan, item):
@@ -348,39 +355,36 @@ def _compiled_parts(version: int, dtype: str, pool_dtype: str, form: QuantisedFo
 
 
 @functools.cache
-def call_name(dtype: str, pool_dtype: str, form: QuantisedForm | None) -> str:
-    """The custom call for x and pool of these types and matrices of a form; compiled when first asked for.
-
-    Args:
-      form: None: they are not quantised.
+def call_name(dtype: str, pool_dtype: str, weights: str | QuantisedForm) -> str:
+    """The custom call for x and pool of these dtypes and matrices of a dtype or form; compiled when first asked for.
 
     Raises:
       ValueError: the processor cannot do it.
     """
-    name = f"pallas_kernels.decoder_stack.{dtype}.{pool_dtype}"
-    if form is not None:
-        quantised_cpu.check_processor(form)
-        name += f".{form.name}"
+    if isinstance(weights, QuantisedForm):
+        quantised_cpu.check_processor(weights)
+    of_weights = weights if isinstance(weights, str) else weights.name
+    name = f"pallas_kernels.decoder_stack.{dtype}.{pool_dtype}.{of_weights}"
     files = (str(module.__file__) for module in (at, parts, attention, quantised, quantised_cpu, quantised_tile))
     version = source_version(__file__, *files, *attention.SOURCES)
-    register(name, *_compiled_parts(version, dtype, pool_dtype, form))
+    register(name, *_compiled_parts(version, dtype, pool_dtype, weights))
     return name
 
 
-def scratch_bytes(x: jax.Array, queries: int, keys: int, inner: int, form: QuantisedForm | None) -> int:
+def scratch_bytes(x: jax.Array, queries: int, keys: int, inner: int, weights: str | QuantisedForm) -> int:
     """Of the arrays that hold live rows, see the plan.
 
     Args:
       x: the tokens, padding included.
       queries, keys, inner: columns of q, of k, and of the MLP.
-      form: of the matrices; None: they are not quantised.
+      weights: dtype or form of the matrices.
     """
     tokens, hidden = x.shape
     size = tokens * (2 * hidden + 2 * queries + 2 * keys + inner) * x.dtype.itemsize
-    block = _sums_block(form)
+    block = _sums_block(weights)
     return int(size + (4 * tokens * (hidden + queries + inner) // block if block else 0))
 
 
-def _sums_block(form: QuantisedForm | None) -> int:
+def _sums_block(weights: str | QuantisedForm) -> int:
     """Size of the blocks of x that are summed; 0: none are."""
-    return form.block if form is not None and form.has_minimum else 0
+    return weights.block if isinstance(weights, QuantisedForm) and weights.has_minimum else 0

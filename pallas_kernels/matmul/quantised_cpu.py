@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from pallas_kernels.common import native
 from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, source_version, words
 from pallas_kernels.common.cpu_values import KINDS, OPTIONS, array_at, store
 from pallas_kernels.matmul import quantised, quantised_tile, tile
 from pallas_kernels.matmul.quantised import QuantisedForm
-from pallas_kernels.matmul.quantised_tile import HAS_HALVES, block_sum, make_quantised_tile
+from pallas_kernels.matmul.quantised_tile import block_sum, make_quantised_tile
 from pallas_kernels.matmul.tile import COLUMNS, ROWS
 
 ITEMS_PER_THREAD = 4
@@ -128,7 +129,7 @@ def _compiled_parts(version: int, dtype: str, form: QuantisedForm, out_dtype: st
 
 def check_processor(form: QuantisedForm) -> None:
     """Raises ValueError if the processor cannot multiply with such matrices."""
-    if form.scale == "float16" and not HAS_HALVES:
+    if form.scale == "float16" and not native.widens_float16():
         raise ValueError("products with quantised matrices need a processor that widens float16 (F16C)")
 
 

@@ -6,7 +6,6 @@ float32 from zero; then `scale * sum` and `minimum * sum of the row's block` are
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 from llvmlite import ir
@@ -34,9 +33,6 @@ from pallas_kernels.matmul.tile import (
 
 HAS_DECODING = HAS_BF16_DOT and bool(FEATURES.get("avx512bw"))
 """Whether integers can become bfloat16 in registers, and be multiplied so."""
-
-HAS_HALVES = platform.machine().lower() not in ("x86_64", "amd64") or bool(FEATURES.get("f16c"))
-"""Whether the processor widens float16."""
 
 _VECTORS = range(COLUMNS // LANES)
 _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))

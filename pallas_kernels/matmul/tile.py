@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -27,14 +28,17 @@ llvm.initialize_native_asmparser()
 
 
 def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
-    """The jitted `tile(kind, x, x_stride, w, steps, out, out_stride, fetch, fetch_stride)`; see below.
+    """The jitted `tile(kind, weight, x, x_stride, w, steps, out, out_stride, fetch, fetch_stride)`; see below.
 
-    All but `kind` and `steps` are addresses or bytes.
+    All but `kind`, `weight` and `steps` are addresses or bytes.
 
-    A step is one float32 or two bfloat16 of each row, and 32 floats or pairs of `w`, which lie one after the other.
-    `out` is float32. `kind` is any number of x's type: float32, or uint16 for bfloat16, whose products are exact and
-    summed as float32. At every step memory is asked for two cache lines at `fetch`, which then moves on by
-    `fetch_stride`: what will be multiplied next.
+    A step is 128 bytes of `w`, which lie one after the other: for each of 32 columns a float32 or two numbers of 16
+    bits, the two of a column side by side if they are bfloat16, row after row if float16; and as many numbers of each
+    row of x. `out` is float32. `kind` and `weight` are any numbers of the types of x and w: float32, uint16 for
+    bfloat16, whose products are exact and summed as float32, and of w int16 for float16. Where w is narrower than x,
+    its numbers are made float32 first, which is exact: the result has the bits of the product with the same numbers as
+    float32. At every step memory is asked for two cache lines at `fetch`, which then moves on by `fetch_stride`: what
+    will be multiplied next.
 
     Args:
       rows: of the tile.
@@ -46,6 +50,7 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
     def tile(
         typing: Any,
         kind: Any,
+        weight: Any,
         x: Any,
         x_stride: Any,
         w: Any,
@@ -56,7 +61,8 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
         fetch_stride: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _, x, x_stride, w, steps, out, out_stride, fetch, fetch_stride = args
+            _, _, x, x_stride, w, steps, out, out_stride, fetch, fetch_stride = args
+            x_words = kind.bitwidth // weight.bitwidth
             step = step_of(kind, has_dot=has_dot)
             starts = [builder.add(x, builder.mul(x_stride, word(row))) for row in range(rows)]
             loop = Loop(builder, word(0), steps, 1, [ZEROS] * rows * len(vectors))
@@ -64,20 +70,34 @@ def make_tile(rows: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
             place = builder.add(w, builder.mul(loop.index, word(4 * COLUMNS)))
             ahead = builder.add(fetch, builder.mul(loop.index, fetch_stride))
             build_prefetch(builder, ahead, 4 * COLUMNS, cache=2)
-            weights = [load(builder, builder.add(place, word(4 * LANES * v)), INTS) for v in vectors]
-            for row in range(rows):
-                pair = load(builder, builder.add(starts[row], builder.mul(loop.index, word(4))), ir.IntType(32))
-                for v in vectors:
-                    n = row * len(vectors) + v
-                    sums[n] = step(builder, sums[n], pair, weights[v])
+            for index, weights in enumerate(_loaded(builder, kind, weight, place)):
+                here = builder.add(builder.mul(loop.index, word(4 * x_words)), word(4 * index))
+                for row in range(rows):
+                    pair = load(builder, builder.add(starts[row], here), ir.IntType(32))
+                    for v in vectors:
+                        n = row * len(vectors) + v
+                        sums[n] = step(builder, sums[n], pair, weights[v])
             loop.end(sums)
             for row in range(rows):
                 store_floats(builder, sums[row * len(vectors) :][: len(vectors)], out, out_stride, row)
             return context.get_dummy_value()
 
-        return types.void(kind, *(types.int64,) * 8), generate
+        return types.void(kind, weight, *(types.int64,) * 8), generate
 
     return tile
+
+
+def _loaded(builder: Any, kind: Any, weight: Any, place: Any) -> Iterator[list[Any]]:
+    """What each word of x in a step is multiplied with: 16 columns in a vector, float32 or pairs of bfloat16."""
+    vectors = range(COLUMNS // LANES)
+    if kind == weight or weight == types.uint16:
+        words = [load(builder, builder.add(place, word(4 * LANES * v)), INTS) for v in vectors]
+        yield from [words] if kind == weight else ([half(builder, each) for each in words] for half in _HALVES)
+        return
+    wide = ir.VectorType(ir.HalfType(), LANES)
+    for row in range(2):
+        places = [builder.add(place, word(2 * (COLUMNS * row + LANES * v))) for v in vectors]
+        yield [builder.bitcast(builder.fpext(load(builder, each, wide), FLOATS), INTS) for each in places]
 
 
 def word(value: int) -> Any:
@@ -119,11 +139,23 @@ def dot_step(builder: Any, total: Any, x: Any, w: Any) -> Any:
 
 
 def _widening_step(builder: Any, total: Any, x: Any, w: Any) -> Any:
-    shift, mask = ir.Constant(INTS, [16] * LANES), ir.Constant(INTS, [0xFFFF0000] * LANES)
     x = spread(builder, x)
-    for half in (lambda v: builder.shl(v, shift), lambda v: builder.and_(v, mask)):
-        total = multiply_add(builder, builder.bitcast(half(x), FLOATS), builder.bitcast(half(w), FLOATS), total)
+    for half in _HALVES:
+        factors = (builder.bitcast(half(builder, each), FLOATS) for each in (x, w))
+        total = multiply_add(builder, *factors, total)
     return total
+
+
+def _first(builder: Any, pairs: Any) -> Any:
+    return builder.shl(pairs, ir.Constant(INTS, [16] * LANES))
+
+
+def _second(builder: Any, pairs: Any) -> Any:
+    return builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * LANES))
+
+
+_HALVES = (_first, _second)
+"""The bits of float32 of the first and the second of pairs of bfloat16."""
 
 
 def multiply_add(builder: Any, x: Any, w: Any, total: Any) -> Any:

@@ -211,7 +211,7 @@ def _multiply(kind, x, inner, w, out, out_stride):
     steps = inner * item_bytes(kind) // STEP_BYTES
     while row < x.shape[0]:
         to = out + row * out_stride
-        row += multiply_rows(kind, x.ctypes.data, stride, w, steps, to, out_stride, row, x.shape[0], w)
+        row += multiply_rows(kind, kind, x.ctypes.data, stride, w, steps, to, out_stride, row, x.shape[0], w)
 
 
 @njit(**OPTIONS)

@@ -46,12 +46,25 @@ def test_tile_of_bfloat16_with_and_without_the_instruction(has_dot):
     @njit
     def run(x, packed, out):
         places = (x.ctypes.data, 2 * x.shape[1], packed.ctypes.data, x.shape[1] // 2, out.ctypes.data, 4 * COLUMNS)
-        tile(x[0, 0], *places, packed.ctypes.data, 0)
+        tile(x[0, 0], packed[0, 0, 0, 0], *places, packed.ctypes.data, 0)
 
     x, matrix = draw(2, 40, dtype="bfloat16"), draw(40, COLUMNS, dtype="bfloat16")
     out = np.zeros((2, COLUMNS), np.float32)
     run(np.asarray(x).view(np.uint16), np.asarray(pack(matrix)).view(np.uint16), out)
     np.testing.assert_allclose(out, np.asarray(x, np.float32) @ np.asarray(matrix, np.float32), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 32)], ids=str)
+def test_a_matrix_of_16_bits_gives_float32_rows_the_bits_of_its_numbers_as_float32(shape, dtype):
+    least = jnp.finfo(dtype).smallest_normal
+    matrix = draw(*shape, dtype=dtype).at[0, 0].set(least).at[1, 1].set(-jnp.finfo(dtype).max)
+    if dtype == "float16":
+        matrix = matrix.at[0, 2].set(least / 8)
+    kept, wide = pack(matrix), pack(matrix.astype(jnp.float32))
+    for rows in ROWS:
+        x = draw(rows, shape[0], dtype="float32")
+        np.testing.assert_array_equal(packed_matmul(x, kept), packed_matmul(x, wide))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -81,7 +94,7 @@ def test_nan_and_infinity_stay_what_they_are():
     assert np.isnan(found[1]).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_columns_come_back_as_they_were(dtype):
     matrix = draw(64, 96, dtype=dtype)
     columns = jnp.asarray([0, 95, 31, 32, 64, 0])
@@ -90,8 +103,9 @@ def test_columns_come_back_as_they_were(dtype):
     )
 
 
-def test_packing_keeps_every_number_and_no_more():
-    matrix = draw(6, 96, dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_packing_keeps_every_number_and_no_more(dtype):
+    matrix = draw(6, 96, dtype=dtype)
     packed = pack(matrix)
     assert is_packed(packed)
     assert not is_packed(matrix)
@@ -99,7 +113,9 @@ def test_packing_keeps_every_number_and_no_more():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((64, 40), "float32"), ((63, 32), "bfloat16"), ((64, 32), "float16")], ids=str
+    ("shape", "dtype"),
+    [((64, 40), "float32"), ((63, 32), "bfloat16"), ((63, 32), "float16"), ((64, 32), "float8_e4m3fn")],
+    ids=str,
 )
 def test_what_has_no_packed_form_is_refused(shape, dtype):
     assert not can_pack(shape, jnp.dtype(dtype))
@@ -111,7 +127,7 @@ def test_what_has_no_packed_form_is_refused(shape, dtype):
     ("x", "out_dtype"),
     [
         (jnp.zeros((2, 63), jnp.bfloat16), None),
-        (jnp.zeros((2, 64), jnp.float32), None),
+        (jnp.zeros((2, 64), jnp.float16), None),
         (jnp.zeros((64,), jnp.bfloat16), None),
         (jnp.zeros((2, 64), jnp.bfloat16), jnp.float16),
     ],
