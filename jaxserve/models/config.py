@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from jaxserve.models.names import LLAMA_NAMES, Names
 
+NORM_KINDS = ("rms", "layer")
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 QK_NORMS = (None, "head", "full")
-MLP_KINDS = ("dense", "experts")
+MLP_KINDS = ("dense", "plain", "experts")
 SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
 
 
@@ -166,7 +167,7 @@ class ModelConfig:
       hidden_size, intermediate_size: widths of the residual stream and of the MLP.
       num_layers, num_heads, num_kv_heads, head_dim: counts and size of attention, as its kernels see it: with
         `latent`, one KV head of `latent.row_dim`.
-      rms_norm_eps: added to the mean square.
+      rms_norm_eps: added to the mean square, or to the variance.
       rope: rotary embedding.
       max_position_embeddings: context length in tokens.
       tie_word_embeddings: the output projection is the embedding.
@@ -177,6 +178,7 @@ class ModelConfig:
       layer_ropes: per layer, an index into `ropes`.
       mlp_kinds: per layer, a name in `MLP_KINDS`.
       experts: of the layers whose MLP is `experts`.
+      norm_kind: of the norms of the residual stream: `rms`: root mean square; `layer`: mean and variance, with a bias.
       norm_placement: `pre`: norms before attention and MLP; `post`: after them, before they are added to the
         residual stream; `sandwich`: both.
       norm_offset: norms multiply by 1 + their weight.
@@ -217,6 +219,7 @@ class ModelConfig:
     layer_ropes: tuple[int, ...] = ()
     mlp_kinds: tuple[str, ...] = ()
     experts: ExpertsConfig | None = None
+    norm_kind: str = "rms"
     norm_placement: str = "pre"
     norm_offset: bool = False
     qk_norm: str | None = None
@@ -270,6 +273,7 @@ class ModelConfig:
         if not all(0 <= index < len(self.ropes) for index in self.layer_ropes):
             raise ValueError(f"layer_ropes is {self.layer_ropes} and there are {len(self.ropes)} ropes")
         choices = [("norm_placement", self.norm_placement, NORM_PLACEMENTS), ("qk_norm", self.qk_norm, QK_NORMS)]
+        choices.append(("norm_kind", self.norm_kind, NORM_KINDS))
         choices += [("mlp_kinds", kind, MLP_KINDS) for kind in self.mlp_kinds]
         for name, value, known in choices:
             if value not in known:

@@ -21,6 +21,7 @@ from jaxserve.models.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    starcoder2,
 )
 
 _FAMILIES = (
@@ -37,6 +38,7 @@ _FAMILIES = (
     qwen3_moe,
     gpt_oss,
     deepseek_v3,
+    starcoder2,
 )
 _BY_NAME = {name: family for family in _FAMILIES for name in (family.ARCHITECTURE, family.MODEL_TYPE)}
 

@@ -86,6 +86,7 @@ def test_weights_are_packed_on_one_cpu_device(make_llm):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"norm_kind": "layer"}, "norm_kind layer"),
         ({"norm_placement": "sandwich"}, "norm_placement sandwich"),
         ({"norm_offset": True}, "norm_offset"),
         ({"qk_norm": "full"}, "qk_norm full"),
@@ -94,6 +95,7 @@ def test_weights_are_packed_on_one_cpu_device(make_llm):
         ({"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
         ({"attention_sinks": True}, "attention_sinks"),
         ({"mlp_kinds": ("experts",), "experts": ExpertsConfig(4, 2, 8)}, "a mixture of experts"),
+        ({"mlp_kinds": ("plain",)}, "an MLP without a gate"),
         ({"other_ropes": (RopeConfig(theta=5.0),), "layer_ropes": (1,)}, "more than one rope"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

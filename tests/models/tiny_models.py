@@ -31,6 +31,7 @@ NAMES = (
     "qwen3_moe",
     "gpt_oss_sinks",
     "deepseek_v3_mla",
+    "starcoder2_layernorm",
 )
 """Every model that is served; a folder of `FOLDER` each."""
 
