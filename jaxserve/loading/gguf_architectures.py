@@ -45,6 +45,7 @@ class GgufArchitecture:
       names: Hugging Face modules of a layer by GGUF's names, where they are not Llama's; with `{}` for the expert
         where GGUF has one tensor of all and Hugging Face one of each.
       extra: see `ExtraFields`.
+      epsilon: the metadata that has what norms add.
       has_experts: mixtures of experts are known.
     """
 
@@ -54,6 +55,7 @@ class GgufArchitecture:
     norms_hold_one: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     extra: ExtraFields = lambda fields, config: {}
+    epsilon: str = "attention.layer_norm_rms_epsilon"
     has_experts: bool = False
 
     def module(self, gguf_name: str) -> str | None:
@@ -144,6 +146,15 @@ def _gpt_oss(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _starcoder2(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    # Neither the converter nor llama.cpp knows of the window, which every published model has.
+    return {
+        "norm_epsilon": config["rms_norm_eps"],
+        "use_bias": config["attention_bias"],
+        "sliding_window": config["sliding_window"] or 4096,
+    }
+
+
 _MIXTRAL_NAMES = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -192,5 +203,12 @@ ARCHITECTURES = {
         "Qwen3MoeForCausalLM", "qwen3_moe", names=_EXPERT_NAMES, extra=_qwen3moe, has_experts=True
     ),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", names=_GPT_OSS_NAMES, extra=_gpt_oss, has_experts=True),
+    "starcoder2": GgufArchitecture(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        extra=_starcoder2,
+        epsilon="attention.layer_norm_epsilon",
+    ),
 }
 """By `general.architecture`."""

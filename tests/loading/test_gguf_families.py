@@ -114,6 +114,14 @@ def test_score_scale_of_the_largest_gemma_follows_its_layers():
         assert found["layer_types"][:2] == ["sliding_attention", "full_attention"]
 
 
+def test_starcoder_2_has_its_window_where_the_file_has_none(tmp_path):
+    folder = changed(tmp_path / "hf", "starcoder2_layernorm", sliding_window=None)
+    assert load(folder).config.sliding_windows == (None, None)
+    config = load(write_family(tmp_path / "m.gguf", folder)).config
+    assert config.sliding_windows == (4096, 4096)
+    assert config.qkv_bias and config.o_bias and config.mlp_bias
+
+
 def test_a_window_in_an_olmo_2_file_is_a_family_that_is_not_there(tmp_path):
     path = write_family(
         tmp_path / "m.gguf", FOLDER / "olmo2_postnorm", edit=lambda writer: writer.add_sliding_window(8)
