@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.core import CheckpointError
+from jaxserve.core import CheckpointError, UnsupportedModelError
 from jaxserve.loading.gguf_fields import GgufFields
 
 ExtraFields = Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]]
@@ -146,6 +146,12 @@ def _gpt_oss(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _glm4(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    if any(fields.raw("rope.dimension_sections") or ()):
+        raise UnsupportedModelError(f"{fields.gguf.path}: positions of several dimensions (mrope) are not supported")
+    return {"attention_bias": "blk.0.attn_q.bias" in fields.gguf.tensors}
+
+
 def _starcoder2(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     # Neither the converter nor llama.cpp knows of the window, which every published model has.
     return {
@@ -203,6 +209,16 @@ ARCHITECTURES = {
         "Qwen3MoeForCausalLM", "qwen3_moe", names=_EXPERT_NAMES, extra=_qwen3moe, has_experts=True
     ),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", names=_GPT_OSS_NAMES, extra=_gpt_oss, has_experts=True),
+    "glm4": GgufArchitecture(
+        "Glm4ForCausalLM",
+        "glm4",
+        names={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        extra=_glm4,
+    ),
     "starcoder2": GgufArchitecture(
         "Starcoder2ForCausalLM",
         "starcoder2",

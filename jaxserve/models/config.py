@@ -20,7 +20,7 @@ SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding, half-split (dimension i turns with dimension i + rotary_dim / 2).
+    """Rotary position embedding: angles; which dimensions turn together, `ModelConfig.rope_interleaved` says.
 
     Attributes:
       kind: `default`, `linear`, `dynamic`, `llama3`, `yarn`, `longrope` or `frequency_factors` (each
@@ -60,7 +60,6 @@ class LatentConfig:
       qk_nope_head_dim, qk_rope_head_dim: numbers of a query or key head that do not turn, and that do.
       v_head_dim: of a value head.
       norm_eps: of the latents' norms.
-      interleaved: dimension 2 * i turns with 2 * i + 1 in the checkpoint's order.
     """
 
     q_lora_rank: int | None
@@ -69,7 +68,6 @@ class LatentConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6
-    interleaved: bool = True
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -169,6 +167,7 @@ class ModelConfig:
         `latent`, one KV head of `latent.row_dim`.
       rms_norm_eps: added to the mean square, or to the variance.
       rope: rotary embedding.
+      rope_interleaved: in the checkpoint's order dimension 2 * i turns with 2 * i + 1, not i with i + rotary_dim / 2.
       max_position_embeddings: context length in tokens.
       tie_word_embeddings: the output projection is the embedding.
       qkv_bias, o_bias, mlp_bias: these linear layers carry a bias.
@@ -214,6 +213,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
+    rope_interleaved: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     other_ropes: tuple[RopeConfig, ...] = ()
     layer_ropes: tuple[int, ...] = ()

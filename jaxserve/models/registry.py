@@ -11,6 +11,7 @@ from jaxserve.models.families import (
     deepseek_v3,
     gemma2,
     gemma3,
+    glm4,
     gpt_oss,
     granite,
     llama,
@@ -39,6 +40,7 @@ _FAMILIES = (
     gpt_oss,
     deepseek_v3,
     starcoder2,
+    glm4,
 )
 _BY_NAME = {name: family for family in _FAMILIES for name in (family.ARCHITECTURE, family.MODEL_TYPE)}
 

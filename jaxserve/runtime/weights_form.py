@@ -123,6 +123,7 @@ def _missing_in_stack(config: ModelConfig) -> str | None:
         f"norm_placement {config.norm_placement}": config.norm_placement != "pre",
         "norm_offset": config.norm_offset,
         f"qk_norm {config.qk_norm}": config.qk_norm is not None,
+        "rope_interleaved": config.rope_interleaved,
         "latent attention": config.latent is not None,
         f"attention_scale {config.attention_scale}": config.score_scale != config.head_dim**-0.5,
         "attention_softcap": config.attention_softcap is not None,

@@ -89,6 +89,7 @@ def test_weights_are_packed_on_one_cpu_device(make_llm):
         ({"norm_kind": "layer"}, "norm_kind layer"),
         ({"norm_placement": "sandwich"}, "norm_placement sandwich"),
         ({"norm_offset": True}, "norm_offset"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
         ({"qk_norm": "full"}, "qk_norm full"),
         ({"attention_scale": 0.5}, "attention_scale 0.5"),
         ({"attention_softcap": 50.0}, "attention_softcap"),

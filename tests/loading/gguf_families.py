@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "glm4": gguf.MODEL_ARCH.GLM4,
 }
 """By `model_type`."""
 
@@ -110,9 +111,10 @@ def _write_metadata(writer, config):
     # The converter writes none for starcoder2, whose window is small here: without it none of it would be tested.
     if kind in ("mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "starcoder2"):
         writer.add_sliding_window(config["sliding_window"] or 0)
-    if kind == "phi3":
+    if kind in ("phi3", "glm4"):
         share = rope.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(share * config["hidden_size"]) // config["num_attention_heads"])
+    if kind == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
     if experts := config.get("num_local_experts"):
         writer.add_expert_count(experts)

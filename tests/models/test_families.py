@@ -119,7 +119,7 @@ def test_deepseek_has_one_head_of_latents_and_yarns_temperature_in_its_scale():
     found = config("deepseek_v3_mla", rope_parameters=None, rope_scaling=yarn, rope_theta=1e4, rope_interleave=False)
     assert (found.num_kv_heads, found.head_dim, found.value_dim, found.rope_head_dim) == (1, 24, 16, 8)
     temperature = 1 + 0.1 * np.log(40)
-    assert found.rope.attention_factor == 1.0 and not found.latent.interleaved
+    assert found.rope.attention_factor == 1.0 and not found.rope_interleaved
     assert found.attention_scale == pytest.approx(24**-0.5 * temperature**2)
     without = config("deepseek_v3_mla", rope_parameters=None, rope_scaling=yarn | {"mscale_all_dim": 0})
     assert without.attention_scale == pytest.approx(24**-0.5)

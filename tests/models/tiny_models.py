@@ -32,6 +32,7 @@ NAMES = (
     "gpt_oss_sinks",
     "deepseek_v3_mla",
     "starcoder2_layernorm",
+    "glm4_interleaved",
 )
 """Every model that is served; a folder of `FOLDER` each."""
 
