@@ -1,7 +1,7 @@
 """Writes a tiny random model and what transformers makes of it, as `tests/models/tiny_models.py` reads them.
 
 Usage: python tests/golden/write_tiny_model.py NAME    in an environment with torch and transformers, from PyPI
-NAME is a key of `CONFIGS`. To add a family, add its config here: few layers, a small vocabulary, no two sizes equal, and
+NAME is a key of `CONFIGS`. To add a family, add its config here: few layers, a small vocabulary, no two sizes equal,
 every feature that differs from layer to layer at least twice.
 """
 
@@ -34,7 +34,7 @@ CONFIGS = {
 }
 _PROMPT, _GREEDY, _POSITION = 41, 24, 20
 _DIFFERENT = 8
-"""Different ids that a greedy continuation must have at least: one that repeats itself would hide errors of position."""
+"""Ids that a greedy continuation must have at least: one that repeats itself would hide errors of position."""
 
 
 def main(name: str) -> None:
@@ -65,7 +65,9 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator, *, is_tied
     values = torch.randn(shape, generator=generator)
     if len(shape) == 1:
         return values * 0.1 + (0.0 if name.endswith("bias") else 1.0)
-    return values * ((0.06 if is_tied else 0.35) if "embed_tokens" in name or "lm_head" in name else 0.95 * shape[-1] ** -0.5)
+    return values * (
+        (0.06 if is_tied else 0.35) if "embed_tokens" in name or "lm_head" in name else 0.95 * shape[-1] ** -0.5
+    )
 
 
 @torch.no_grad()
