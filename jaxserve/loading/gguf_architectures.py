@@ -219,6 +219,7 @@ ARCHITECTURES = {
         },
         extra=_glm4,
     ),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", permuted=True),
     "starcoder2": GgufArchitecture(
         "Starcoder2ForCausalLM",
         "starcoder2",

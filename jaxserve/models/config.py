@@ -32,7 +32,7 @@ class RopeConfig:
       low_freq_factor, high_freq_factor: llama3.
       beta_fast, beta_slow, truncate: yarn.
       short_factors, long_factors: longrope; `frequency_factors` keeps its factors in `long_factors`.
-      partial_rotary_factor: share of the head dimension that turns.
+      partial_rotary_factor: share of the head dimension that turns; 0: nothing does (`NO_ROPE`).
     """
 
     kind: str = "default"
@@ -48,6 +48,10 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
+
+
+NO_ROPE = RopeConfig(partial_rotary_factor=0.0)
+"""Of layers that do not see positions."""
 
 
 @dataclass(frozen=True, slots=True)

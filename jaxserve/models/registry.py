@@ -22,6 +22,7 @@ from jaxserve.models.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    smollm3,
     starcoder2,
 )
 
@@ -41,6 +42,7 @@ _FAMILIES = (
     deepseek_v3,
     starcoder2,
     glm4,
+    smollm3,
 )
 _BY_NAME = {name: family for family in _FAMILIES for name in (family.ARCHITECTURE, family.MODEL_TYPE)}
 

@@ -49,7 +49,7 @@ CHIPS = {
 
 
 # Families by `model_type`, as far as published configs leave out what counts here.
-_TIED_UNLESS_TOLD = ("gemma2", "gemma3_text", "starcoder2")
+_TIED_UNLESS_TOLD = ("gemma2", "gemma3_text", "smollm3", "starcoder2")
 _WITHOUT_GATE = ("starcoder2",)
 
 

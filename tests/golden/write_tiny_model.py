@@ -31,6 +31,10 @@ _SHAPE = {
 CONFIGS = {
     "starcoder2_layernorm": ("Starcoder2", {**_SHAPE, "sliding_window": 8}),
     "glm4_interleaved": ("Glm4", {**_SHAPE, "head_dim": 16, "rms_norm_eps": 1e-5}),
+    "smollm3_nope": (
+        "SmolLM3",
+        {**_SHAPE, "num_hidden_layers": 8, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16},
+    ),
 }
 _PROMPT, _GREEDY, _POSITION = 41, 24, 20
 _DIFFERENT = 8

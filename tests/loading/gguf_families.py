@@ -26,10 +26,11 @@ ARCHITECTURES = {
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
     "glm4": gguf.MODEL_ARCH.GLM4,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
 }
 """By `model_type`."""
 
-_PERMUTED = ("llama", "mistral", "granite", "mixtral")
+_PERMUTED = ("llama", "mistral", "granite", "mixtral", "smollm3")
 _NORMS_HOLD_ONE = ("gemma2", "gemma3_text")
 
 

@@ -109,6 +109,7 @@ def test_multipliers_of_granite_are_one_where_missing():
         ("deepseek_v3_mla", {"quantization_config": {"quant_method": "fp8"}}, r"quantised \(fp8\).*weight_block_size"),
         ("starcoder2_layernorm", {"norm_type": "rms_norm"}, "norm_type is 'rms_norm', which is not supported; 'layer"),
         ("starcoder2_layernorm", {"mlp_type": "gated"}, "mlp_type is 'gated', which is not supported; 'default' is"),
+        ("smollm3_nope", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries; num_hidden_layers is 8"),
         ("granite_multipliers", {"quantization_config": {"quant_method": "awq"}}, r"quantised \(awq\)"),
     ],
 )
@@ -224,7 +225,10 @@ def test_published_glm_4(shape, bias, count):
 
 
 def test_fields_that_a_config_of_these_families_leaves_out():
-    found = config("starcoder2_layernorm", without=("use_bias", "norm_epsilon", "tie_word_embeddings", "hidden_act"))
+    found = config(
+        "starcoder2_layernorm",
+        without=("use_bias", "norm_epsilon", "tie_word_embeddings", "hidden_act", "num_key_value_heads"),
+    )
     assert found == config("starcoder2_layernorm")
     assert config("starcoder2_layernorm", sliding_window=None).sliding_windows == (None, None)
     assert not config("starcoder2_layernorm", use_bias=False).mlp_bias
@@ -232,3 +236,38 @@ def test_fields_that_a_config_of_these_families_leaves_out():
     found = config("glm4_interleaved", without=left_out)
     assert (found.rope.partial_rotary_factor, found.rope.theta, found.qkv_bias) == (0.5, 1e4, True)
     assert (found.head_dim, found.num_kv_heads, found.rms_norm_eps) == (128, 2, 1.5625e-07)
+
+
+def test_published_smollm3():
+    fields = {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    }
+    found = published(fields, (2048, 11008, 36, 16))
+    assert num_weights(found) == 3_075_098_624
+    assert found.layer_ropes == (0, 0, 0, 1) * 9 and found.tie_word_embeddings
+    assert [rope.theta for rope in found.ropes][0] == 5e6
+    assert inverse_frequencies(found.ropes[1], found.head_dim, 65536).size == 0
+
+
+def test_smollm3_layers_without_rope_have_the_window_and_follow_from_the_interval():
+    left_out = ("no_rope_layers", "layer_types")
+    windows = {"use_sliding_window": True, "sliding_window": 8}
+    found = config("smollm3_nope", without=left_out, no_rope_layer_interval=2, **windows)
+    assert found.layer_ropes == (0, 1) * 4
+    assert found.sliding_windows == (None, 8) * 4
+    assert config("smollm3_nope", without=left_out) == config("smollm3_nope")
+    assert config("smollm3_nope", without=("rope_parameters",)).rope.theta == 2e6
+    assert config("smollm3_nope", without=("num_key_value_heads",)).num_kv_heads == 4

@@ -33,6 +33,7 @@ NAMES = (
     "deepseek_v3_mla",
     "starcoder2_layernorm",
     "glm4_interleaved",
+    "smollm3_nope",
 )
 """Every model that is served; a folder of `FOLDER` each."""
 

@@ -24,7 +24,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     bias = flag(hf, "use_bias", True)
     window = hf.get("sliding_window")
     return decoder_config(
-        {"max_position_embeddings": 4096, **hf},
+        {"max_position_embeddings": 4096, "num_key_value_heads": 2, **hf},
         ARCHITECTURE,
         default_activation="gelu_pytorch_tanh",
         rms_norm_eps=float(hf.get("norm_epsilon", 1e-5)),
