@@ -5,9 +5,9 @@ tree has the shape
 
     {"embed": [V, d], "layers": [layer 0, ...], "final_norm": [d], "final_norm_bias": [d], "lm_head": [d, V]}
 
-with `final_norm_bias` for layer norms only and `lm_head` absent when the embedding is tied. A layer is the nested dict of
-its flax module's parameters, e.g. `{"attention": {"q_proj": {"kernel": [d, H * D]}}}`. Which there are, the parts of a
-layer say (`layer_parameters`); what a checkpoint calls them, `ModelConfig.names`.
+with `final_norm_bias` for layer norms only and `lm_head` absent when the embedding is tied. A layer is the nested dict
+of its flax module's parameters, e.g. `{"attention": {"q_proj": {"kernel": [d, H * D]}}}`. Which there are, the parts
+of a layer say (`layer_parameters`); what a checkpoint calls them, `ModelConfig.names`.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def test_published_smollm3():
     found = published(fields, (2048, 11008, 36, 16))
     assert num_weights(found) == 3_075_098_624
     assert found.layer_ropes == (0, 0, 0, 1) * 9 and found.tie_word_embeddings
-    assert [rope.theta for rope in found.ropes][0] == 5e6
+    assert found.rope.theta == 5e6
     assert inverse_frequencies(found.ropes[1], found.head_dim, 65536).size == 0
 
 
