@@ -175,6 +175,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         tied_embeddings=config.tie_word_embeddings,
+        mlp_matrices=2 if "plain" in config.mlp_kinds else 3,
         **experts,
     )
 

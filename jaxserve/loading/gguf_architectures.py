@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.core import CheckpointError
+from jaxserve.core import CheckpointError, UnsupportedModelError
 from jaxserve.loading.gguf_fields import GgufFields
 
 ExtraFields = Callable[[GgufFields, Mapping[str, Any]], dict[str, Any]]
@@ -45,6 +45,7 @@ class GgufArchitecture:
       names: Hugging Face modules of a layer by GGUF's names, where they are not Llama's; with `{}` for the expert
         where GGUF has one tensor of all and Hugging Face one of each.
       extra: see `ExtraFields`.
+      epsilon: the metadata that has what norms add.
       has_experts: mixtures of experts are known.
     """
 
@@ -54,6 +55,7 @@ class GgufArchitecture:
     norms_hold_one: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     extra: ExtraFields = lambda fields, config: {}
+    epsilon: str = "attention.layer_norm_rms_epsilon"
     has_experts: bool = False
 
     def module(self, gguf_name: str) -> str | None:
@@ -144,6 +146,21 @@ def _gpt_oss(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _glm4(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    if any(fields.raw("rope.dimension_sections") or ()):
+        raise UnsupportedModelError(f"{fields.gguf.path}: positions of several dimensions (mrope) are not supported")
+    return {"attention_bias": "blk.0.attn_q.bias" in fields.gguf.tensors}
+
+
+def _starcoder2(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    # Neither the converter nor llama.cpp knows of the window, which every published model has.
+    return {
+        "norm_epsilon": config["rms_norm_eps"],
+        "use_bias": config["attention_bias"],
+        "sliding_window": config["sliding_window"] or 4096,
+    }
+
+
 _MIXTRAL_NAMES = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -192,5 +209,23 @@ ARCHITECTURES = {
         "Qwen3MoeForCausalLM", "qwen3_moe", names=_EXPERT_NAMES, extra=_qwen3moe, has_experts=True
     ),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", names=_GPT_OSS_NAMES, extra=_gpt_oss, has_experts=True),
+    "glm4": GgufArchitecture(
+        "Glm4ForCausalLM",
+        "glm4",
+        names={
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        extra=_glm4,
+    ),
+    "smollm3": GgufArchitecture("SmolLM3ForCausalLM", "smollm3", permuted=True),
+    "starcoder2": GgufArchitecture(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        extra=_starcoder2,
+        epsilon="attention.layer_norm_epsilon",
+    ),
 }
 """By `general.architecture`."""

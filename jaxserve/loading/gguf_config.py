@@ -18,6 +18,7 @@ ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
 }
 _WITHOUT_SUFFIX = ("self_attn.sinks",)
@@ -92,7 +93,7 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
         "num_attention_heads": heads,
         "num_key_value_heads": fields.count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": fields.number(arch.epsilon),
         "max_position_embeddings": max_position,
         "rope_parameters": _rope(fields, rope_factors, max_position),
         "partial_rotary_factor": fields.count("rope.dimension_count", head_dim) / head_dim,

@@ -34,8 +34,8 @@ _MUST_BE_UNSET = (
     *("use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "layer_replication", "trainable_token_indices"),
     *("target_parameters", "use_qalora", "alora_invocation_tokens", "arrow_config", "use_bdlora"),
 )
-_TARGETS = (*LORA_TARGETS, "qkv_proj", "gate_up_proj")
-"""What adapters call the modules; the last two where a model has one tensor for several."""
+_TARGETS = (*LORA_TARGETS, "qkv_proj", "gate_up_proj", "c_fc", "c_proj")
+"""What adapters call the modules: two names of one tensor for several, and two of MLPs without a gate."""
 _SUPPORTED = f"LoRA pairs of {', '.join(_TARGETS)} without bias are supported"
 
 

@@ -53,6 +53,7 @@ class Attention(nnx.Module):
         self.scale = config.score_scale
         self.logit_softcap = config.attention_softcap
         self.qk_norm = config.qk_norm
+        self.interleaved = config.rope_interleaved
         self.q_proj = Linear(hidden, queries, bias=config.qkv_bias)
         self.k_proj = Linear(hidden, keys, bias=config.qkv_bias)
         self.v_proj = Linear(hidden, keys, bias=config.qkv_bias)
@@ -79,7 +80,7 @@ class Attention(nnx.Module):
         q, k, v = (each.reshape(tokens, -1, self.head_dim) for each in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k = (apply_rope(each, *rope, interleaved=self.interleaved) for each in (q, k))
         sinks = None if self.sinks is None else self.sinks[...]
         options = AttentionOptions(sliding_window, self.scale, self.logit_softcap, sinks)
         out, cache = attend(layer, q, k, v, cache, options)

@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 from jaxserve.models.names import LLAMA_NAMES, Names
 
+NORM_KINDS = ("rms", "layer")
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 QK_NORMS = (None, "head", "full")
-MLP_KINDS = ("dense", "experts")
+MLP_KINDS = ("dense", "plain", "experts")
 SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding, half-split (dimension i turns with dimension i + rotary_dim / 2).
+    """Rotary position embedding: angles; which dimensions turn together, `ModelConfig.rope_interleaved` says.
 
     Attributes:
       kind: `default`, `linear`, `dynamic`, `llama3`, `yarn`, `longrope` or `frequency_factors` (each
@@ -31,7 +32,7 @@ class RopeConfig:
       low_freq_factor, high_freq_factor: llama3.
       beta_fast, beta_slow, truncate: yarn.
       short_factors, long_factors: longrope; `frequency_factors` keeps its factors in `long_factors`.
-      partial_rotary_factor: share of the head dimension that turns.
+      partial_rotary_factor: share of the head dimension that turns; 0: nothing does (`NO_ROPE`).
     """
 
     kind: str = "default"
@@ -49,6 +50,10 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
 
 
+NO_ROPE = RopeConfig(partial_rotary_factor=0.0)
+"""Of layers that do not see positions."""
+
+
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024, section 2.1).
@@ -59,7 +64,6 @@ class LatentConfig:
       qk_nope_head_dim, qk_rope_head_dim: numbers of a query or key head that do not turn, and that do.
       v_head_dim: of a value head.
       norm_eps: of the latents' norms.
-      interleaved: dimension 2 * i turns with 2 * i + 1 in the checkpoint's order.
     """
 
     q_lora_rank: int | None
@@ -68,7 +72,6 @@ class LatentConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     norm_eps: float = 1e-6
-    interleaved: bool = True
 
     def __post_init__(self) -> None:
         for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -166,8 +169,9 @@ class ModelConfig:
       hidden_size, intermediate_size: widths of the residual stream and of the MLP.
       num_layers, num_heads, num_kv_heads, head_dim: counts and size of attention, as its kernels see it: with
         `latent`, one KV head of `latent.row_dim`.
-      rms_norm_eps: added to the mean square.
+      rms_norm_eps: added to the mean square, or to the variance.
       rope: rotary embedding.
+      rope_interleaved: in the checkpoint's order dimension 2 * i turns with 2 * i + 1, not i with i + rotary_dim / 2.
       max_position_embeddings: context length in tokens.
       tie_word_embeddings: the output projection is the embedding.
       qkv_bias, o_bias, mlp_bias: these linear layers carry a bias.
@@ -177,6 +181,7 @@ class ModelConfig:
       layer_ropes: per layer, an index into `ropes`.
       mlp_kinds: per layer, a name in `MLP_KINDS`.
       experts: of the layers whose MLP is `experts`.
+      norm_kind: of the norms of the residual stream: `rms`: root mean square; `layer`: mean and variance, with a bias.
       norm_placement: `pre`: norms before attention and MLP; `post`: after them, before they are added to the
         residual stream; `sandwich`: both.
       norm_offset: norms multiply by 1 + their weight.
@@ -212,11 +217,13 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
+    rope_interleaved: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     other_ropes: tuple[RopeConfig, ...] = ()
     layer_ropes: tuple[int, ...] = ()
     mlp_kinds: tuple[str, ...] = ()
     experts: ExpertsConfig | None = None
+    norm_kind: str = "rms"
     norm_placement: str = "pre"
     norm_offset: bool = False
     qk_norm: str | None = None
@@ -270,6 +277,7 @@ class ModelConfig:
         if not all(0 <= index < len(self.ropes) for index in self.layer_ropes):
             raise ValueError(f"layer_ropes is {self.layer_ropes} and there are {len(self.ropes)} ropes")
         choices = [("norm_placement", self.norm_placement, NORM_PLACEMENTS), ("qk_norm", self.qk_norm, QK_NORMS)]
+        choices.append(("norm_kind", self.norm_kind, NORM_KINDS))
         choices += [("mlp_kinds", kind, MLP_KINDS) for kind in self.mlp_kinds]
         for name, value, known in choices:
             if value not in known:

@@ -14,8 +14,8 @@ from jaxserve.models.batch import Batch
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.latent_attention import LatentAttention, latent_attention_parameters
 from jaxserve.models.mlp_kinds import MLPS
-from jaxserve.models.norm import RMSNorm
-from jaxserve.models.parameter import Parameter, norm_parameter
+from jaxserve.models.norm import residual_norm, residual_norm_parameters
+from jaxserve.models.parameter import Parameter
 
 _NORMS_BEFORE = ("input_norm", "post_attention_norm")
 _NORMS_AFTER = ("attention_out_norm", "mlp_out_norm")
@@ -30,7 +30,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
         for name in _NORMS[config.norm_placement]:
-            setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, offset=config.norm_offset))
+            setattr(self, name, residual_norm(config))
         self.attention = Attention(config) if config.latent is None else LatentAttention(config)
         self.mlp = MLPS[kind.mlp].module(config)
         self.residual_multiplier = config.residual_multiplier
@@ -63,7 +63,7 @@ class DecoderLayer(nnx.Module):
 
 def layer_parameters(config: ModelConfig, kind: LayerKind) -> list[Parameter]:
     """The arrays of a layer, in a fixed order."""
-    norms = [norm_parameter((name,), config.hidden_size) for name in _NORMS[config.norm_placement]]
+    norms = [each for name in _NORMS[config.norm_placement] for each in residual_norm_parameters(config, (name,))]
     attention = attention_parameters if config.latent is None else latent_attention_parameters
     return [*norms, *attention(config), *MLPS[kind.mlp].parameters(config)]
 

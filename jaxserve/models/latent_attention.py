@@ -30,6 +30,7 @@ class LatentAttention(nnx.Module):
         hidden, heads = config.hidden_size, config.num_heads
         queries = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
         self.latent = latent
+        self.interleaved = config.rope_interleaved
         self.num_heads = heads
         self.scale = config.score_scale
         self.logit_softcap = config.attention_softcap
@@ -61,16 +62,12 @@ class LatentAttention(nnx.Module):
         q_nope, q_pe = q[..., : latent.qk_nope_head_dim], q[..., latent.qk_nope_head_dim :]
         row = self.kv_a_proj(x)
         c, k_pe = self.kv_a_norm(row[:, : latent.kv_lora_rank]), row[:, None, latent.kv_lora_rank :]
-        q_pe, k_pe = (apply_rope(self._in_halves(each), *rope) for each in (q_pe, k_pe))
+        q_pe, k_pe = (apply_rope(each, *rope, interleaved=self.interleaved) for each in (q_pe, k_pe))
         q = jnp.concatenate([self.k_up(q_nope), q_pe], axis=-1)
         k = jnp.concatenate([c[:, None], k_pe], axis=-1)
         options = AttentionOptions(sliding_window, self.scale, self.logit_softcap, value_dim=latent.kv_lora_rank)
         out, cache = attend(layer, q, k, None, cache, options)
         return self.o_proj(self.v_up(out).reshape(tokens, -1)), cache
-
-    def _in_halves(self, x: jax.Array) -> jax.Array:
-        # Queries and keys alike, so that scores do not change.
-        return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if self.latent.interleaved else x
 
 
 def latent_attention_parameters(config: ModelConfig) -> list[Parameter]:

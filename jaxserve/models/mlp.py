@@ -1,4 +1,4 @@
-"""The dense feed-forward block, gated (Shazeer 2020); other kinds are in `mlp_kinds`."""
+"""The dense feed-forward block, gated (Shazeer 2020) or plain; other kinds are in `mlp_kinds`."""
 
 from __future__ import annotations
 
@@ -56,3 +56,22 @@ def dense_parameters(
         for name, size in sizes.items()
         for parameter in linear_parameters((*path, name), size, axes.get(name, ("embed", axis)), config.mlp_bias)
     ]
+
+
+class PlainMLP(nnx.Module):
+    """`down(act(up(x)))`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def __call__(self, x: jax.Array, batch: Batch = ONE_DEVICE) -> jax.Array:
+        """[T, d] -> [T, d]."""
+        inner = self.activation(self.up_proj(x).astype(jnp.float32))
+        return self.down_proj(inner.astype(x.dtype))
+
+
+def plain_parameters(config: ModelConfig) -> list[Parameter]:
+    """The arrays of a `PlainMLP`: a gated one's without its gate."""
+    return [parameter for parameter in dense_parameters(config) if "gate_proj" not in parameter.path]

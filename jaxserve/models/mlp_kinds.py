@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.experts import Experts, experts_parameters
-from jaxserve.models.mlp import MLP, dense_parameters
+from jaxserve.models.mlp import MLP, PlainMLP, dense_parameters, plain_parameters
 from jaxserve.models.parameter import Parameter
 
 
@@ -23,5 +23,9 @@ class MlpKind(NamedTuple):
     parameters: Callable[[ModelConfig], list[Parameter]]
 
 
-MLPS = {"dense": MlpKind(MLP, dense_parameters), "experts": MlpKind(Experts, experts_parameters)}
+MLPS = {
+    "dense": MlpKind(MLP, dense_parameters),
+    "plain": MlpKind(PlainMLP, plain_parameters),
+    "experts": MlpKind(Experts, experts_parameters),
+}
 """By name; `jaxserve.models.config.MLP_KINDS` lists the names."""

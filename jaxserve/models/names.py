@@ -51,7 +51,7 @@ class Names:
     """A family's table; the defaults are Llama's.
 
     Attributes:
-      embed, final_norm, lm_head: tensors outside of the layers.
+      embed, final_norm, final_norm_bias, lm_head: tensors outside of the layers.
       layer: what names of layer `{}` begin with.
       modules: pairs of a module within a layer (dots between its keys) and its name there. Modules with one name
         share a tensor: each has rows of it, in the order in which the parts of the model list them.
@@ -62,6 +62,7 @@ class Names:
 
     embed: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
+    final_norm_bias: str = "model.norm.bias"
     lm_head: str = "lm_head.weight"
     layer: str = "model.layers.{}."
     modules: tuple[tuple[str, str], ...] = tuple(_MODULES.items())

@@ -11,6 +11,7 @@ from jaxserve.models.families import (
     deepseek_v3,
     gemma2,
     gemma3,
+    glm4,
     gpt_oss,
     granite,
     llama,
@@ -21,6 +22,8 @@ from jaxserve.models.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    smollm3,
+    starcoder2,
 )
 
 _FAMILIES = (
@@ -37,6 +40,9 @@ _FAMILIES = (
     qwen3_moe,
     gpt_oss,
     deepseek_v3,
+    starcoder2,
+    glm4,
+    smollm3,
 )
 _BY_NAME = {name: family for family in _FAMILIES for name in (family.ARCHITECTURE, family.MODEL_TYPE)}
 

@@ -200,20 +200,25 @@ def rope_tables(
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """Turns the leading dimensions of each head.
 
     Args:
       x: [T, N, D] queries or keys.
       cos, sin: float32[T, R / 2] with R <= D.
+      interleaved: dimension 2 * i turns with 2 * i + 1, not i with i + R / 2.
 
     Returns:
-      [T, N, D] in x's dtype.
+      [T, N, D] in x's dtype. If interleaved, the first of all pairs, then the second: another order than x's, which
+      does not matter to scores of queries and keys that both come from here.
     """
     half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    first = x[..., :half].astype(jnp.float32)
-    second = x[..., half : 2 * half].astype(jnp.float32)
+    turning = x[..., : 2 * half].astype(jnp.float32)
+    if interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning[..., :half], turning[..., half:]
     turned = [first * cos - second * sin, second * cos + first * sin]
     parts = [part.astype(x.dtype) for part in turned]
     if 2 * half < x.shape[-1]:

@@ -24,7 +24,7 @@ from jaxserve.models.batch import ONE_DEVICE, Batch
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.decoder_layer import bind_layer
 from jaxserve.models.linear import matmul
-from jaxserve.models.norm import rms_norm
+from jaxserve.models.norm import final_norm
 from jaxserve.models.rope import rope_tables
 from jaxserve.models.weights import Weight, make_params
 from pallas_kernels.matmul import can_pack, is_packed, pack, packed_columns
@@ -102,7 +102,7 @@ def unembed(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array
     Returns:
       float32[N, V].
     """
-    x = rms_norm(hidden, params["final_norm"], config.rms_norm_eps, offset=config.norm_offset)
+    x = final_norm(config, params, hidden)
     if config.tie_word_embeddings:
         logits = matmul(x, params["embed"], transposed=True, out_dtype=jnp.float32)
     else:
@@ -120,7 +120,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -
     def leaf(weight: Weight) -> jax.Array:
         own = jnp.float32 if weight.is_float32 else dtype
         if len(weight.shape) == 1 or weight.path[-1] == "biases":
-            zero = weight.path[-1] != "scale" or config.norm_offset
+            zero = weight.path[-1] not in ("scale", "final_norm") or config.norm_offset
             return (jnp.zeros if zero else jnp.ones)(weight.shape, own)
         nonlocal count
         count += 1

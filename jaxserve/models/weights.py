@@ -3,11 +3,11 @@
 Loaders, sharding and initialisation all walk this table, so a parameter exists in one place only. The
 tree has the shape
 
-    {"embed": [V, d], "layers": [layer 0, ...], "final_norm": [d], "lm_head": [d, V]}
+    {"embed": [V, d], "layers": [layer 0, ...], "final_norm": [d], "final_norm_bias": [d], "lm_head": [d, V]}
 
-with `lm_head` absent when the embedding is tied. A layer is the nested dict of its flax module's
-parameters, e.g. `{"attention": {"q_proj": {"kernel": [d, H * D]}}}`. Which there are, the parts of a layer say
-(`layer_parameters`); what a checkpoint calls them, `ModelConfig.names`.
+with `final_norm_bias` for layer norms only and `lm_head` absent when the embedding is tied. A layer is the nested dict
+of its flax module's parameters, e.g. `{"attention": {"q_proj": {"kernel": [d, H * D]}}}`. Which there are, the parts
+of a layer say (`layer_parameters`); what a checkpoint calls them, `ModelConfig.names`.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def weights(config: ModelConfig) -> list[Weight]:
     for index in range(config.num_layers):
         table += _layer(config, index)
     table.append(Weight(("final_norm",), names.final_norm, (hidden,), False, ("embed",)))
+    if config.norm_kind == "layer":
+        table.append(Weight(("final_norm_bias",), names.final_norm_bias, (hidden,), False, ("embed",)))
     if not config.tie_word_embeddings:
         table.append(Weight(("lm_head",), names.lm_head, (hidden, vocab), True, ("embed", "vocab")))
     return table

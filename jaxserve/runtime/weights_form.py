@@ -135,16 +135,19 @@ def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) 
 def _missing_in_stack(config: ModelConfig) -> str | None:
     """The first thing that a model's layers have and `decoder_stack` lacks."""
     has = {
+        f"norm_kind {config.norm_kind}": config.norm_kind != "rms",
         f"norm_placement {config.norm_placement}": config.norm_placement != "pre",
         "norm_offset": config.norm_offset,
         f"qk_norm {config.qk_norm}": config.qk_norm is not None,
+        "rope_interleaved": config.rope_interleaved,
         "latent attention": config.latent is not None,
         f"attention_scale {config.attention_scale}": config.score_scale != config.head_dim**-0.5,
         "attention_softcap": config.attention_softcap is not None,
         f"residual_multiplier {config.residual_multiplier}": config.residual_multiplier != 1.0,
         "more than one rope": len(set(config.layer_ropes)) > 1 or config.layer_ropes[0] != 0,
         "attention_sinks": config.attention_sinks,
-        "a mixture of experts": set(config.mlp_kinds) != {"dense"},
+        "a mixture of experts": "experts" in config.mlp_kinds,
+        "an MLP without a gate": "plain" in config.mlp_kinds,
     }
     return next((name for name, present in has.items() if present), None)
 

@@ -48,12 +48,18 @@ CHIPS = {
 }
 
 
+# Families by `model_type`, as far as published configs leave out what counts here.
+_TIED_UNLESS_TOLD = ("gemma2", "gemma3_text", "smollm3", "starcoder2")
+_WITHOUT_GATE = ("starcoder2",)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder with gated MLPs. Names as in design words: layers, heads, dimensions.
+    """A decoder. Names as in design words: layers, heads, dimensions.
 
     The MLPs of the last `num_expert_layers` layers are mixtures: `num_chosen` of `num_experts` of width
-    `expert_hidden` for every token, and `shared_hidden` for all.
+    `expert_hidden` for every token, and `shared_hidden` for all. Those of the others have `mlp_matrices`: 3 with a
+    gate, 2 without; experts have gates.
     """
 
     num_layers: int
@@ -69,6 +75,7 @@ class ModelShape:
     num_chosen: int = 0
     expert_hidden: int = 0
     shared_hidden: int = 0
+    mlp_matrices: int = 3
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelShape:
@@ -85,6 +92,7 @@ class ModelShape:
                 f"{fields.name_of('kv_lora_rank')} is {fields.any('kv_lora_rank')}; the roofline knows ordinary"
                 " attention only; fit a linear cost model to a trace instead (tools/fit_cost_model)"
             )
+        kind = fields.any("model_type", None)
         hidden, heads = fields.integer("hidden_size", 1), fields.integer("num_attention_heads", 1)
         # null stands for "as usual", as in the model library.
         kv_heads = (
@@ -99,7 +107,8 @@ class ModelShape:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=fields.integer("vocab_size", 1),
-            tied_embeddings=fields.boolean("tie_word_embeddings", False),
+            tied_embeddings=fields.boolean("tie_word_embeddings", kind in _TIED_UNLESS_TOLD),
+            mlp_matrices=2 if kind in _WITHOUT_GATE else 3,
             **_experts_of(fields),
         )
 
@@ -121,7 +130,7 @@ class ModelShape:
 
     def _layer_weights[Number: (int, float)](self, experts: Number) -> Number:
         attention = self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        dense = (self.num_layers - self.num_expert_layers) * 3 * self.mlp_hidden
+        dense = (self.num_layers - self.num_expert_layers) * self.mlp_matrices * self.mlp_hidden
         each = self.num_expert_layers * (self.num_experts + 3 * self.shared_hidden)
         mixed = 3 * self.num_expert_layers * self.expert_hidden * experts
         return self.num_layers * attention + self.hidden * (dense + each) + self.hidden * mixed

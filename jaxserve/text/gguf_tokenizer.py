@@ -36,6 +36,8 @@ _PATTERNS = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "dbrx": _LLAMA3,  # of OLMo 2 and Phi-4 too
+    "glm4": _LLAMA3,
+    "chatglm-bpe": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,

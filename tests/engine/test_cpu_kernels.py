@@ -86,14 +86,17 @@ def test_weights_are_packed_on_one_cpu_device(make_llm):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"norm_kind": "layer"}, "norm_kind layer"),
         ({"norm_placement": "sandwich"}, "norm_placement sandwich"),
         ({"norm_offset": True}, "norm_offset"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
         ({"qk_norm": "full"}, "qk_norm full"),
         ({"attention_scale": 0.5}, "attention_scale 0.5"),
         ({"attention_softcap": 50.0}, "attention_softcap"),
         ({"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
         ({"attention_sinks": True}, "attention_sinks"),
         ({"mlp_kinds": ("experts",), "experts": ExpertsConfig(4, 2, 8)}, "a mixture of experts"),
+        ({"mlp_kinds": ("plain",)}, "an MLP without a gate"),
         ({"other_ropes": (RopeConfig(theta=5.0),), "layer_ropes": (1,)}, "more than one rope"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -14,6 +14,7 @@ from jaxserve.runtime import COMPILES
 from jaxserve.testing.tiny_lora import write_tiny_lora
 from tests.engine.conftest import assert_idle_clean, greedy, ids, random_prompts
 from tests.engine.test_trace_replay import replayed
+from tests.models.tiny_models import FOLDER
 
 LENGTHS = (5, 90, 17, 3, 64, 33, 1, 40)
 NAMES = ("", "plain", "", "partly", "ranks", "plain", "ranks", "partly")
@@ -167,6 +168,37 @@ def test_scores_are_those_of_weights_with_the_adapter_merged(make, make_llm, fol
         both = one.keys() & other.keys()
         assert len(both) >= 19
         assert [one[token] for token in both] == pytest.approx([other[token] for token in both], abs=2e-4)
+
+
+@pytest.mark.parametrize("family", ["starcoder2_layernorm", "glm4_interleaved"])
+def test_adapters_name_modules_as_their_family_does(tmp_path, family):
+    """Every matrix of the layers, with other names than Llama's and fused ones."""
+    model, adapter, rng = FOLDER / family, tmp_path / "adapter", np.random.default_rng(0)
+    pairs = {}
+    for name, value in load_file(model / "model.safetensors").items():
+        if value.ndim == 2 and ".layers." in name:
+            out, rows = value.shape
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            pairs[f"{prefix}.lora_A.weight"] = rng.normal(0, rows**-0.5, (4, rows)).astype(np.float32)
+            pairs[f"{prefix}.lora_B.weight"] = rng.normal(0, 0.5, (out, 4)).astype(np.float32)
+    targets = sorted({name.split(".")[-3] for name in pairs})
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": targets, "bias": "none"}
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(pairs, adapter / "adapter_model.safetensors")
+    settings = dict(
+        dtype="float32", skip_tokenizer_init=True, max_model_len=64, max_num_batched_tokens=64, page_size=16,
+        num_pages=17, decode_buckets=(8,), prefill_buckets=(64,), table_width_buckets=(4,), compile_cache="",
+    )  # fmt: skip
+    llm = LLM(str(model), **LORA, lora_modules=(f"a={adapter}",), **settings)
+    reference = LLM(str(merged(model, adapter, tmp_path / "merged")), **settings)
+    prompts = [list(range(3, 43))]
+    without, got, want = scores(llm, prompts), scores(llm, prompts, lora="a"), scores(reference, prompts)
+    assert got != without
+    for one, other in zip(got, want, strict=True):
+        both = one.keys() & other.keys()
+        assert len(both) >= 19
+        assert [one[token] for token in both] == pytest.approx([other[token] for token in both], abs=5e-4)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

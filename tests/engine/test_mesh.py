@@ -117,6 +117,7 @@ def test_more_devices_give_the_ids_of_one(tiny_model_dir):
         ("mistral_sliding", "qwen2_bias", "qwen3_qknorm"),
         ("gemma2_softcap", "gemma3_dual_rope"),
         ("phi3_fused", "olmo2_postnorm", "granite_multipliers"),
+        ("starcoder2_layernorm", "glm4_interleaved", "smollm3_nope"),
     ],
     ids=lambda names: names[0],
 )

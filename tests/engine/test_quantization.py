@@ -167,7 +167,7 @@ def test_names():
         EngineConfig(model="m", quantization="awq")
 
 
-@pytest.mark.parametrize("name", ["gemma3_dual_rope", "phi3_fused"])
+@pytest.mark.parametrize("name", ["gemma3_dual_rope", "phi3_fused", "starcoder2_layernorm", "glm4_interleaved"])
 def test_families_answer_nearly_as_their_golden_files_from_8_bits(name):
     """Layer by layer, and all in one call with matrices that share a tensor."""
     golden = json.loads((FOLDER / name / "golden.json").read_text())

@@ -24,10 +24,13 @@ ARCHITECTURES = {
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "glm4": gguf.MODEL_ARCH.GLM4,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
 }
 """By `model_type`."""
 
-_PERMUTED = ("llama", "mistral", "granite", "mixtral")
+_PERMUTED = ("llama", "mistral", "granite", "mixtral", "smollm3")
 _NORMS_HOLD_ONE = ("gemma2", "gemma3_text")
 
 
@@ -97,17 +100,22 @@ def _write_metadata(writer, config):
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if kind == "starcoder2":
+        writer.add_layer_norm_eps(config["norm_epsilon"])
+    else:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if head_dim := config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if kind != "gemma2":  # its converter writes no base
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if kind in ("mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss"):
+    # The converter writes none for starcoder2, whose window is small here: without it none of it would be tested.
+    if kind in ("mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "starcoder2"):
         writer.add_sliding_window(config["sliding_window"] or 0)
-    if kind == "phi3":
+    if kind in ("phi3", "glm4"):
         share = rope.get("partial_rotary_factor", 1.0)
         writer.add_rope_dimension_count(int(share * config["hidden_size"]) // config["num_attention_heads"])
+    if kind == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
     if experts := config.get("num_local_experts"):
         writer.add_expert_count(experts)

@@ -41,7 +41,7 @@ def test_weights_and_logits_are_those_of_the_safetensors(tmp_path, name):
     assert converted.config.layer_ropes == original.config.layer_ropes
 
 
-@pytest.mark.parametrize("name", ["phi3_fused", "gemma2_softcap"])
+@pytest.mark.parametrize("name", ["phi3_fused", "gemma2_softcap", "starcoder2_layernorm", "glm4_interleaved"])
 def test_blocks_of_a_file_are_kept_also_of_shared_tensors(tmp_path, name):
     path = write_family(tmp_path / "m.gguf", FOLDER / name, quant=Quant.Q8_0)
     dense, kept = load(path), load(path, quantization="gguf")
@@ -112,6 +112,30 @@ def test_score_scale_of_the_largest_gemma_follows_its_layers():
         found = ARCHITECTURES["gemma2"].extra(Fields(), {**shared, "num_hidden_layers": layers})
         assert found["query_pre_attn_scalar"] == scalar
         assert found["layer_types"][:2] == ["sliding_attention", "full_attention"]
+
+
+def test_starcoder_2_has_its_window_where_the_file_has_none(tmp_path):
+    folder = changed(tmp_path / "hf", "starcoder2_layernorm", sliding_window=None)
+    assert load(folder).config.sliding_windows == (None, None)
+    config = load(write_family(tmp_path / "m.gguf", folder)).config
+    assert config.sliding_windows == (4096, 4096)
+    assert config.qkv_bias and config.o_bias and config.mlp_bias
+
+
+def test_biases_of_glm_4_are_told_by_its_tensors_and_several_positions_are_refused(tmp_path):
+    folder = changed(
+        tmp_path / "hf",
+        "glm4_interleaved",
+        tensors=lambda tensors: {name: value for name, value in tensors.items() if not name.endswith(".bias")},
+        attention_bias=False,
+    )
+    assert not load(write_family(tmp_path / "m.gguf", folder)).config.qkv_bias
+
+    def edit(writer):
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+
+    with pytest.raises(UnsupportedModelError, match=r"several dimensions \(mrope\) are not supported"):
+        GgufReader(write_family(tmp_path / "other.gguf", folder, edit=edit))
 
 
 def test_a_window_in_an_olmo_2_file_is_a_family_that_is_not_there(tmp_path):

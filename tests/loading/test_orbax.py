@@ -52,7 +52,7 @@ def test_a_saved_model_comes_back_whole(saved, original, tiny_model_dir):
     ).encode_chat([{"role": "user", "content": "x"}])
 
 
-@pytest.mark.parametrize("name", ["phi3_fused", "gemma3_dual_rope"])
+@pytest.mark.parametrize("name", ["phi3_fused", "gemma3_dual_rope", "starcoder2_layernorm"])
 def test_families_come_back_whole(tmp_path, name):
     original = load_model(resolve_model(str(FOLDER / name)), "float32")
     hf_config = json.loads((FOLDER / name / "config.json").read_text())

@@ -29,6 +29,7 @@ CONFIG = ModelConfig(
     max_position_embeddings=64,
     latent=LATENT,
     attention_scale=0.3,
+    rope_interleaved=True,
 )
 TOKENS = 7
 
@@ -46,7 +47,7 @@ def expanded(config, weights, x):
     def turned(x):
         half = x.shape[-1] // 2
         angles = np.arange(TOKENS)[:, None] * 1e4 ** -(np.arange(half) / half)
-        first, second = (x[..., 0::2], x[..., 1::2]) if latent.interleaved else (x[..., :half], x[..., half:])
+        first, second = (x[..., 0::2], x[..., 1::2]) if config.rope_interleaved else (x[..., :half], x[..., half:])
         pairs = (first + 1j * second) * np.exp(1j * angles)
         return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
@@ -68,13 +69,14 @@ def expanded(config, weights, x):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{}, {"q_lora_rank": None}, {"interleaved": False}],
+    ("change", "interleaved"),
+    [({}, True), ({"q_lora_rank": None}, True), ({}, False)],
     ids=["whole", "queries_at_once", "in_halves"],
 )
 @pytest.mark.parametrize("bias", [False, True])
-def test_absorbed_attention_is_the_expanded_one(change, bias):
-    config = replace(CONFIG, latent=replace(LATENT, **change), qkv_bias=bias, o_bias=bias)
+def test_absorbed_attention_is_the_expanded_one(change, interleaved, bias):
+    latent = replace(LATENT, **change)
+    config = replace(CONFIG, latent=latent, rope_interleaved=interleaved, qkv_bias=bias, o_bias=bias)
     params = init_params(config, jax.random.key(0))["layers"][0]
     noise = iter(jax.random.split(jax.random.key(1), 99))
     params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(noise), x.shape), params)

@@ -68,6 +68,7 @@ def test_inconsistent_heads_are_refused():
     ("changes", "message"),
     [
         ({"norm_placement": "middle"}, "norm_placement is 'middle'; supported are pre, post, sandwich"),
+        ({"norm_kind": "batch"}, "norm_kind is 'batch'; supported are rms, layer"),
         ({"qk_norm": "token"}, "qk_norm is 'token'; supported are None, head, full"),
         ({"mlp_kinds": ("dense", "sparse")}, "mlp_kinds is 'sparse'; supported are dense"),
         ({"layer_ropes": (0, 1)}, r"layer_ropes is \(0, 1\) and there are 1 ropes"),

@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.core import UnsupportedModelError
 from jaxserve.models import RopeConfig, forward
+from jaxserve.models.config import NO_ROPE
 from jaxserve.models.rope import apply_rope, inverse_frequencies, rope_config_from_hf, rope_tables
 from tests.models.tiny_models import dense_attend, load
 
@@ -190,3 +191,23 @@ def test_partial_rotation_leaves_the_rest_of_the_head():
     found = apply_rope(x, *rope_tables(config, DIM, 64, jnp.asarray([5], jnp.int32)))
     np.testing.assert_array_equal(found[..., DIM // 2 :], x[..., DIM // 2 :])
     assert not np.allclose(found[..., : DIM // 2], x[..., : DIM // 2])
+
+
+def test_interleaved_rotation_turns_neighbours_and_keeps_scores():
+    config = rope_config_from_hf({"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+    tables = rope_tables(config, DIM, 64, jnp.asarray([0, 3], jnp.int32))
+    x = np.random.default_rng(0).normal(size=(2, 1, DIM)).astype(np.float32)
+    found = np.asarray(apply_rope(jnp.asarray(x), *tables, interleaved=True))
+    for pair, speed in enumerate(plain(1e4, DIM // 2)):
+        a, b = x[1, 0, 2 * pair], x[1, 0, 2 * pair + 1]
+        cos, sin = math.cos(3 * speed), math.sin(3 * speed)
+        assert found[1, 0, pair] == pytest.approx(a * cos - b * sin, abs=1e-6)
+        assert found[1, 0, pair + DIM // 4] == pytest.approx(b * cos + a * sin, abs=1e-6)
+    np.testing.assert_array_equal(found[..., DIM // 2 :], x[..., DIM // 2 :])
+    assert (found[0] ** 2).sum() == pytest.approx((x[0] ** 2).sum(), rel=1e-6)
+
+
+def test_without_rope_nothing_turns():
+    tables = rope_tables(NO_ROPE, DIM, 64, jnp.asarray([0, 3], jnp.int32))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, DIM)), jnp.bfloat16)
+    np.testing.assert_array_equal(apply_rope(x, *tables), x)

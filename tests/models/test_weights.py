@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from safetensors import safe_open
 
 from jaxserve.models import abstract_params, forward, ignorable, init_params, param_shardings, stack_layers, weights
+from jaxserve.models.decoder_layer import bind_layer
+from jaxserve.models.norm import final_norm
 from jaxserve.models.transformer import LayerRun, layer_runs
 from tests.models.tiny_models import FOLDER, NAMES, dense_attend, load
 
@@ -36,6 +38,18 @@ def test_initialised_tree_has_the_abstract_trees_shapes():
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     assert shapes == abstract_params(config, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["llama_head_dim", "gemma2_softcap", "starcoder2_layernorm"])
+def test_initialised_norms_change_nothing(name):
+    config, _, _ = load(name)
+    params = init_params(config, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (3, config.hidden_size))
+    normal = x - x.mean(axis=-1, keepdims=True) if config.norm_kind == "layer" else x
+    normal /= jnp.sqrt(jnp.square(normal).mean(axis=-1, keepdims=True))
+    np.testing.assert_allclose(final_norm(config, params, x), normal, rtol=1e-4)
+    layer = bind_layer(config, config.layer_kinds[0], params["layers"][0])
+    np.testing.assert_allclose(layer.input_norm(x), normal, rtol=1e-4)
 
 
 @pytest.mark.parametrize("windows", [(4, None, 4, None), (4, 4, None, 4, 4, None, 4), (None, 4, 4, 4, 4)])

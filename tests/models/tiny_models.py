@@ -31,6 +31,9 @@ NAMES = (
     "qwen3_moe",
     "gpt_oss_sinks",
     "deepseek_v3_mla",
+    "starcoder2_layernorm",
+    "glm4_interleaved",
+    "smollm3_nope",
 )
 """Every model that is served; a folder of `FOLDER` each."""
 

@@ -76,6 +76,7 @@ def test_special_tokens_and_template_come_along(smollm_like):
         ("smollm", "I'll pay 12345", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5"]),
         ("llama-bpe", "I'LL pay 12345\n\n x", ["I", "'LL", " pay", " ", "123", "45", "\n\n", " x"]),
         ("dbrx", "I'LL pay 12345", ["I", "'LL", " pay", " ", "123", "45"]),
+        ("glm4", "I'LL pay 12345", ["I", "'LL", " pay", " ", "123", "45"]),
         ("qwen2", "I'LL pay 123", ["I", "'LL", " pay", " ", "1", "2", "3"]),
         ("tekken", "aB I'll 12/\n", ["a", "B", " I", "'ll", " ", "1", "2", "/\n"]),
         ("gpt-4o", "aB I'll 1234", ["a", "B", " I'll", " ", "123", "4"]),

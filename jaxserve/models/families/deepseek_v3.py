@@ -25,6 +25,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         ARCHITECTURE,
         rope=rope,
+        rope_interleaved=flag(hf, "rope_interleave", True),
         num_kv_heads=1,
         head_dim=latent.row_dim,
         latent=latent,
@@ -63,7 +64,6 @@ def _latent(hf: Mapping[str, Any]) -> LatentConfig:
             qk_nope_head_dim=int(require(hf, "qk_nope_head_dim")),
             qk_rope_head_dim=int(require(hf, "qk_rope_head_dim")),
             v_head_dim=int(require(hf, "v_head_dim")),
-            interleaved=flag(hf, "rope_interleave", True),
         )
     except ValueError as error:
         raise UnsupportedModelError(f"the model's config is not usable: {error}") from error
