@@ -11,6 +11,7 @@ from absl.flags import FlagValues
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.report import Column, report
+from jaxserve.bench.server_settings import read_server_settings
 from jaxserve.engine.stats import EngineStats
 
 PREFILL_TOKENS = 128
@@ -37,12 +38,21 @@ COLUMNS = (
 )
 
 
+SETTINGS_COLUMNS = (Column("settings", "settings"), *COLUMNS[2:])
+"""Of `--settings`."""
+
+
 def run(flags: FlagValues) -> None:
-    """Measures every dtype at every slot count, each several times, and reports medians."""
-    results = [each for dtype in flags.dtypes for slots in flags.slots for each in measure(flags, dtype, slots)]
+    """Measures every dtype, or all of `--settings`, at every slot count, each several times, and reports medians."""
+    if flags.settings:
+        results = [each for slots in flags.slots for each in measure_settings(flags, slots)]
+    else:
+        results = [each for dtype in flags.dtypes for slots in flags.slots for each in measure(flags, dtype, slots)]
     settings = {name: flags[name].value for name in ("model", "prompt_tokens", "output_tokens", "runs", "overlap")}
-    settings["max_decode_steps"] = _max_decode_steps(flags)
-    report("offline", settings | {"requests_per_slot": flags.requests_per_slot}, results, COLUMNS, flags.output)
+    if not flags.settings:
+        settings["max_decode_steps"] = _max_decode_steps(flags)
+    columns = SETTINGS_COLUMNS if flags.settings else COLUMNS
+    report("offline", settings | {"requests_per_slot": flags.requests_per_slot}, results, columns, flags.output)
 
 
 def measure(flags: FlagValues, dtype: str, slots: int) -> list[dict[str, Any]]:
@@ -56,40 +66,61 @@ def measure(flags: FlagValues, dtype: str, slots: int) -> list[dict[str, Any]]:
         name: make_llm(flags, dtype, slots, max_decode_steps=steps, quantization=None if name == "none" else name)
         for name in flags.quantizations
     }
+    measured = _in_turns(flags, llms, slots)
+    return [{"dtype": dtype, "quantization": name} | figures_of for name, figures_of in measured.items()]
+
+
+def measure_settings(flags: FlagValues, slots: int) -> list[dict[str, Any]]:
+    """As `measure`, for each of `--settings`.
+
+    Raises:
+      ValueError: a setting cannot be, or is one that the measurement makes itself.
+    """
+    llms = {}
+    for each in flags.settings:
+        chosen = read_server_settings(each, taken=_own_settings(flags, slots))
+        llms[each] = make_llm(flags, chosen.pop("dtype", "float32"), slots, **chosen)
+    return [{"settings": name} | figures_of for name, figures_of in _in_turns(flags, llms, slots).items()]
+
+
+def _in_turns(flags: FlagValues, llms: dict[str, LLM], slots: int) -> dict[str, dict[str, Any]]:
+    """Medians over the runs of each engine; their runs take turns."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in llms}
     for _ in range(flags.runs):
         for name, llm in llms.items():
             prompts, params = make_requests(flags, slots, llm.engine.limits.vocab_size)
             runs[name].append(one_run(llm, prompts, params, slots))
-    results = []
-    for name, found in runs.items():
-        medians = {key: statistics.median(each[key] for each in found) for key in found[0]}
-        about = {"dtype": dtype, "quantization": name, "slots": slots, "requests": len(prompts)}
-        results.append(about | {"output_tokens": sum(each.max_tokens or 0 for each in params)} | medians)
-    return results
+    about = {"slots": slots, "requests": len(prompts), "output_tokens": sum(each.max_tokens or 0 for each in params)}
+    return {
+        name: about | {key: statistics.median(each[key] for each in found) for key in found[0]}
+        for name, found in runs.items()
+    }
 
 
 def make_llm(flags: FlagValues, dtype: str, slots: int, **settings: Any) -> LLM:
     """An engine for the requests of `make_requests`, with one compiled shape of each kind; it has run once."""
-    budget = max(PREFILL_TOKENS, slots)
-    max_model_len = flags.prompt_tokens + flags.output_tokens
-    llm = LLM(
-        flags.model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=slots,
-        max_num_batched_tokens=budget,
-        decode_buckets=(slots,),
-        prefill_buckets=(budget,),
-        table_width_buckets=(-(-max_model_len // PAGE_SIZE),),
-        page_size=PAGE_SIZE,
-        overlap=flags.overlap,
-        enable_prefix_caching=False,  # every run computes the same prompts
-        max_arrival_delay_s=NOBODY_COMES_S,
-        **{"skip_tokenizer_init": True} | settings,
-    )
+    own = _own_settings(flags, slots)
+    llm = LLM(dtype=dtype, **own | {"skip_tokenizer_init": True, "max_arrival_delay_s": NOBODY_COMES_S} | settings)
     llm.generate([[0]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
     return llm
+
+
+def _own_settings(flags: FlagValues, slots: int) -> dict[str, Any]:
+    """What the requests of `make_requests` ask of every engine: one compiled shape of each kind."""
+    budget = max(PREFILL_TOKENS, slots)
+    max_model_len = flags.prompt_tokens + flags.output_tokens
+    return {
+        "model": flags.model,
+        "max_model_len": max_model_len,
+        "max_num_seqs": slots,
+        "max_num_batched_tokens": budget,
+        "decode_buckets": (slots,),
+        "prefill_buckets": (budget,),
+        "table_width_buckets": (-(-max_model_len // PAGE_SIZE),),
+        "page_size": PAGE_SIZE,
+        "overlap": flags.overlap,
+        "enable_prefix_caching": False,  # every run computes the same prompts
+    }
 
 
 def make_requests(

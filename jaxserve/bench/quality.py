@@ -11,10 +11,8 @@ The reference is the first setting; its distributions wait on disk. The first ha
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ from absl.flags import FlagValues
 import jaxserve
 from jaxserve import LLM
 from jaxserve.bench.report import Column, report
-from jaxserve.config import EngineConfig
-from jaxserve.config.flags import engine_config_from_flags, parse_flags
+from jaxserve.bench.server_settings import read_server_settings
 
 TEXT = Path(jaxserve.__file__).resolve().parents[1] / "configs" / "texts" / "alice.txt"
 SETTINGS = (
@@ -89,11 +86,16 @@ def measure(model: str, settings: Sequence[str], text: str, window: int, folder:
 
 def make_llm(model: str, settings: str, window: int) -> LLM:
     """An engine with settings of a command line, for prompts of `window` tokens."""
-    words = ["bench", f"--model={model}", "--log_level=warning", *shlex.split(settings)]
-    config = engine_config_from_flags(parse_flags("server", words))
-    chosen = {field.name: getattr(config, field.name) for field in fields(EngineConfig)}
-    chosen |= {"max_num_seqs": 1, "max_model_len": window + 1, "max_num_batched_tokens": CHUNK, "prefill_chunk": CHUNK}
-    return LLM(**chosen | {"decode_buckets": (1,), "prefill_buckets": (CHUNK,), "table_width_buckets": None})
+    own = {
+        "model": model,
+        "max_num_seqs": 1,
+        "max_model_len": window + 1,
+        "max_num_batched_tokens": CHUNK,
+        "prefill_chunk": CHUNK,
+        "decode_buckets": (1,),
+        "prefill_buckets": (CHUNK,),
+    }
+    return LLM(**own, **read_server_settings(settings, taken=own))
 
 
 def windows_of(token_ids: Sequence[int], window: int) -> list[list[int]]:

@@ -87,8 +87,8 @@ BENCH_FLAGS: tuple[Flag, ...] = (
             "settings",
             RepeatedParser(),
             None,
-            "quality: flags of jaxserve.server, as '--dtype=bfloat16 --quantization=int8'; given several times, the"
-            " first is what the others are compared with",
+            "quality, offline: flags of jaxserve.server, as '--dtype=bfloat16 --quantization=int8'; several times:"
+            " offline measures them in turns, quality compares the others with the first",
         ),
         ("text", _TEXT, None, "quality: a text file; default: configs/texts/alice.txt"),
         ("window", IntParser(low=2), 1024, "quality: tokens that are read in one go; the first half are not scored"),
