@@ -16,8 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.core import CheckpointError
+from jaxserve.loading.checkpoint import Part
 from jaxserve.loading.json_file import read_json_object
-from jaxserve.loading.mapped_file import map_tensor
+from jaxserve.loading.mapped_file import map_part
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 FLOATS = {
@@ -68,17 +69,20 @@ class SafetensorsReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
+    def dtype(self, name: str) -> np.dtype[Any]:
         entry = self._entries[name]
         dtype = FLOATS.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}; weights must be one of {', '.join(FLOATS)}"
             )
-        return self._mapped(name, dtype, rows)
+        return dtype
 
-    def read_bytes(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
-        """A tensor of dtype U8, or only these rows of it.
+    def read(self, name: str, part: Part = ()) -> np.ndarray[Any, Any]:
+        return self._mapped(name, self.dtype(name), part)
+
+    def read_bytes(self, name: str, part: Part = ()) -> np.ndarray[Any, Any]:
+        """A tensor of dtype U8, or a part of it.
 
         Raises:
           CheckpointError: it has another dtype.
@@ -86,15 +90,11 @@ class SafetensorsReader:
         entry = self._entries[name]
         if entry.dtype != "U8":
             raise CheckpointError(f"{entry.file}: tensor {name} has dtype {entry.dtype}; it must be U8")
-        return self._mapped(name, np.dtype(np.uint8), rows)
+        return self._mapped(name, np.dtype(np.uint8), part)
 
-    def _mapped(self, name: str, dtype: np.dtype[Any], rows: range | None) -> np.ndarray[Any, Any]:
+    def _mapped(self, name: str, dtype: np.dtype[Any], part: Part) -> np.ndarray[Any, Any]:
         entry = self._entries[name]
-        if rows is None:
-            return map_tensor(entry.file, name, dtype, entry.shape, entry.begin)
-        row = entry.shape[1:]
-        begin = entry.begin + rows.start * math.prod(row) * dtype.itemsize
-        return map_tensor(entry.file, name, dtype, (len(rows), *row), begin)
+        return map_part(entry.file, name, dtype, entry.shape, entry.begin, part)
 
 
 def is_safetensors_directory(path: Path) -> bool:

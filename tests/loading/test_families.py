@@ -15,16 +15,16 @@ def load(path):
 
 
 def test_rows_of_a_shared_tensor_are_read_and_nothing_else(monkeypatch):
-    from jaxserve.loading import safetensors_reader
+    from jaxserve.loading import mapped_file
 
     mapped = []
-    real = safetensors_reader.map_tensor
+    real = mapped_file.map_tensor
 
-    def recording(file, name, dtype, shape, begin):
+    def recording(file, name, dtype, shape, begin, **settings):
         mapped.append((name, shape))
-        return real(file, name, dtype, shape, begin)
+        return real(file, name, dtype, shape, begin, **settings)
 
-    monkeypatch.setattr(safetensors_reader, "map_tensor", recording)
+    monkeypatch.setattr(mapped_file, "map_tensor", recording)
     params = load(FOLDER / "phi3_fused").params
     name = "model.layers.0.self_attn.qkv_proj.weight"
     whole = SafetensorsReader(FOLDER / "phi3_fused").read(name)
