@@ -38,7 +38,7 @@ class CheckpointReader(Protocol):
         ...
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """The narrowest floating dtype that holds the tensor as it is stored: its own, or float32 of a quantised one."""
+        """The floating dtype that holds the tensor as it is stored: its own, or float32 of a quantised one."""
         ...
 
     def read(self, name: str, part: Part = ()) -> np.ndarray[Any, Any]:
@@ -54,6 +54,12 @@ class CheckpointReader(Protocol):
 
 class ExpectedWeight(Protocol):
     """The part of a `jaxserve.models.weights.Weight` that checking needs."""
+
+    @property
+    def hf_name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def tensors(self) -> tuple[str, ...]: ...
@@ -74,6 +80,12 @@ def check_tensors(reader: CheckpointReader, expected: Sequence[ExpectedWeight], 
       CheckpointError: a weight is missing or has another shape, or a tensor has no use.
     """
     present = set(reader.names())
+    for weight in expected:
+        # Before names are made of a number that may be damaged.
+        if "{}" in weight.hf_name and weight.shape[0] > len(present):
+            raise CheckpointError(
+                f"{reader.name} holds {len(present)} tensors; its config asks for {weight.shape[0]} of {weight.hf_name}"
+            )
     wanted = {name: weight.tensor_shape for weight in expected for name in weight.tensors}  # the last sharer's reach
     missing = [name for name in wanted if name not in present]
     if missing:

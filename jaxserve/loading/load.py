@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from jaxserve.core import CheckpointError
 from jaxserve.loading.checkpoint import CheckpointReader, check_tensors
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.quantised_weights import (
@@ -85,7 +86,7 @@ def load_model(
     if resolved.kind == "orbax":
         return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization)
     reader = open_checkpoint(resolved)
-    config = model_config_from_hf(reader.hf_config)
+    config = _config_of(reader.name, reader.hf_config)
     table = weights(config)
     check_tensors(reader, table, [name for name in reader.names() if ignorable(config, name)])
     forms = quantised_forms(quantization, config, table, reader)
@@ -105,16 +106,22 @@ def load_model(
     (progress or _silent)(done, total, "")
     placed: dict[tuple[str | int, ...], Any] = {}
     arrived: list[jax.Array] = []
+    on_the_way: deque[Any] = deque()
     for piece, value in _read_ahead(pieces, read):
         weight = piece.weight
         sharding = shardings.get(weight.path)
         if sharding is None or weight.path in forms:
-            placed[weight.path] = jax.tree.map(jnp.asarray, value)
+            copies = placed[weight.path] = jax.tree.map(jnp.asarray, value)
         else:
-            arrived += [jax.device_put(value, device) for device in piece.devices]
+            copies = [jax.device_put(value, device) for device in piece.devices]
+            arrived += copies
             if piece.is_last:
                 placed[weight.path] = jax.make_array_from_single_device_arrays(weight.shape, sharding, arrived)
                 arrived = []
+        # Transfers are asynchronous and keep what they copy: on a busy machine it would add up to the model.
+        on_the_way.append(copies)
+        if len(on_the_way) >= _READ_AHEAD:
+            jax.block_until_ready(on_the_way.popleft())
         done += piece.num_bytes
         (progress or _silent)(done, total, weight.hf_name)
     if quantization is not None:
@@ -168,8 +175,9 @@ def model_config_of(resolved: ResolvedModel) -> ModelConfig:
       UnsupportedModelError: the model needs something this version lacks.
     """
     if resolved.kind == "orbax":
-        return model_config_from_hf(read_json_object(resolved.path / "config.json"))
-    return model_config_from_hf(open_checkpoint(resolved).hf_config)
+        return _config_of(str(resolved.path), read_json_object(resolved.path / "config.json"))
+    reader = open_checkpoint(resolved)
+    return _config_of(reader.name, reader.hf_config)
 
 
 def abstract_weights(resolved: ResolvedModel, dtype: str, quantization: str | None = None) -> dict[str, Any]:
@@ -206,6 +214,14 @@ def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
         if is_block_fp8(stored):
             return BlockFp8Reader(reader)
     return reader
+
+
+def _config_of(name: str, hf_config: Mapping[str, Any]) -> ModelConfig:
+    """As `model_config_from_hf`, naming the checkpoint where it is damaged."""
+    try:
+        return model_config_from_hf(hf_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 def _load_orbax(

@@ -30,7 +30,7 @@ FLOATS = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SafetensorsReader:
         for file, wanted in _shards(directory).items():
             found = read_header(file)
             for name in wanted - found.keys():
-                raise CheckpointError(f"{file} lacks tensor {name}, which {directory / _INDEX} places there")
+                raise CheckpointError(f"{file} lacks tensor {name}, which {directory / INDEX} places there")
             self._entries.update(found)
 
     def names(self) -> list[str]:
@@ -99,14 +99,14 @@ class SafetensorsReader:
 
 def is_safetensors_directory(path: Path) -> bool:
     """Whether `path` holds safetensors weights."""
-    return (path / _SINGLE).is_file() or (path / _INDEX).is_file() or any(path.glob("*.safetensors"))
+    return (path / SINGLE).is_file() or (path / INDEX).is_file() or any(path.glob("*.safetensors"))
 
 
 def _shards(directory: Path) -> dict[Path, set[str]]:
     """Files to read, each with the tensors that must be in it (none known without an index)."""
-    index_file = directory / _INDEX
-    if (directory / _SINGLE).is_file():
-        return {directory / _SINGLE: set()}
+    index_file = directory / INDEX
+    if (directory / SINGLE).is_file():
+        return {directory / SINGLE: set()}
     if index_file.is_file():
         weight_map = read_json_object(index_file).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

@@ -1,6 +1,7 @@
 """Loading holds the model once, and a few tensors: measured in a process of its own."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -42,11 +43,19 @@ def large_weights():
 
 
 def measure(small, large, quantization=""):
-    """Bytes of the parameters, and by how much the process' peak grew while they were loaded."""
+    """Bytes of the parameters, and by how much the process' peak grew while they were loaded.
+
+    The least of three processes: what a program holds it holds in each of them, while what the allocator keeps of freed
+    memory depends on which threads happened to run. With a fixed threshold, large arrays are given back at once.
+    """
     arguments = [sys.executable, "-c", CHILD, small, large, quantization]
-    done = subprocess.run([*map(str, arguments)], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "2"}
+    found = []
+    for _ in range(3):
+        done = subprocess.run([*map(str, arguments)], capture_output=True, text=True, timeout=600, env=env)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    return min(found, key=lambda pair: pair[1])
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "gguf"])
