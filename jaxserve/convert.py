@@ -28,6 +28,7 @@ from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.core import JaxserveError
 from jaxserve.loading import ResolvedModel, resolve_model
 from jaxserve.loading.checkpoint import CheckpointReader, check_tensors
+from jaxserve.loading.tokenizer_files import copy_tokenizer
 from jaxserve.text import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int, str], None]
@@ -37,10 +38,6 @@ _DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +84,10 @@ def convert_checkpoint(conversion: Conversion, progress: Progress = lambda done,
     if output.exists() and output.resolve() == resolved.path.resolve():
         raise ValueError(f"output {output} is the model itself; give another place")
     reader = _open(resolved)
-    from jaxserve.models.registry import model_config_from_hf
+    from jaxserve.loading.load import config_of
     from jaxserve.models.weights import ignorable, weights
 
-    config = model_config_from_hf(reader.hf_config)
+    config = config_of(reader.name, reader.hf_config)
     check_tensors(reader, weights(config), [name for name in reader.names() if ignorable(config, name)])
     tokenizer = _tokenizer_of(resolved, conversion)
     with _unfinished(output) as place:
@@ -242,12 +239,7 @@ def _write_beside(
             # A file's own list may lack the end of a turn, which the tokenizer knows.
             generation["eos_token_id"] = list(tokenizer.eos_ids)
     elif conversion.tokenizer != "none":
-        for name in _TOKENIZER_FILES:
-            source = resolved.path / name
-            if source.is_dir():
-                shutil.copytree(source, place / name)
-            elif source.is_file():
-                shutil.copyfile(source, place / name)
+        copy_tokenizer(resolved.path, place)
     if generation:
         _write_json(place / "generation_config.json", generation)
 

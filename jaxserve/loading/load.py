@@ -86,7 +86,7 @@ def load_model(
     if resolved.kind == "orbax":
         return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization)
     reader = open_checkpoint(resolved)
-    config = _config_of(reader.name, reader.hf_config)
+    config = config_of(reader.name, reader.hf_config)
     table = weights(config)
     check_tensors(reader, table, [name for name in reader.names() if ignorable(config, name)])
     forms = quantised_forms(quantization, config, table, reader)
@@ -175,9 +175,9 @@ def model_config_of(resolved: ResolvedModel) -> ModelConfig:
       UnsupportedModelError: the model needs something this version lacks.
     """
     if resolved.kind == "orbax":
-        return _config_of(str(resolved.path), read_json_object(resolved.path / "config.json"))
+        return config_of(str(resolved.path), read_json_object(resolved.path / "config.json"))
     reader = open_checkpoint(resolved)
-    return _config_of(reader.name, reader.hf_config)
+    return config_of(reader.name, reader.hf_config)
 
 
 def abstract_weights(resolved: ResolvedModel, dtype: str, quantization: str | None = None) -> dict[str, Any]:
@@ -216,8 +216,12 @@ def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
     return reader
 
 
-def _config_of(name: str, hf_config: Mapping[str, Any]) -> ModelConfig:
-    """As `model_config_from_hf`, naming the checkpoint where it is damaged."""
+def config_of(name: str, hf_config: Mapping[str, Any]) -> ModelConfig:
+    """As `model_config_from_hf`, naming the checkpoint where it is damaged.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: as there.
+    """
     try:
         return model_config_from_hf(hf_config)
     except CheckpointError as error:

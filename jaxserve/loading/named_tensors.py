@@ -66,7 +66,10 @@ def as_dtype(name: str, value: Array, dtype: np.dtype[Any]) -> Array:
         return value
     with np.errstate(over="ignore"):
         other = value.astype(dtype)
-    if ml_dtypes.finfo(value.dtype).max > ml_dtypes.finfo(dtype).max and not np.isfinite(other[np.isfinite(value)]).all():
+    if (
+        ml_dtypes.finfo(value.dtype).max > ml_dtypes.finfo(dtype).max
+        and not np.isfinite(other[np.isfinite(value)]).all()
+    ):
         raise UnsupportedModelError(f"tensor {name} has numbers beyond {dtype.name}; ask for bfloat16 or float32")
     return other
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,13 @@ from jaxserve.core import CheckpointError
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.orbax_layout import PARAMS
 from jaxserve.loading.orbax_writer import save_args
+from jaxserve.loading.tokenizer_files import copy_tokenizer
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.models.sharding import param_shardings
 from jaxserve.models.weights import Weight, make_params, weights
 
 Progress = Callable[[int, int, str], None]
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def save_orbax(
@@ -71,9 +64,7 @@ def save_orbax(
     if generation_config is not None:
         _write_json(directory / "generation_config.json", generation_config)
     if tokenizer_directory is not None:
-        for name in _TOKENIZER_FILES:
-            if (Path(tokenizer_directory) / name).is_file():
-                shutil.copyfile(Path(tokenizer_directory) / name, directory / name)
+        copy_tokenizer(Path(tokenizer_directory), directory)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / PARAMS, dict(params), save_args=make_params(config, save_args))
         checkpointer.wait_until_finished()
