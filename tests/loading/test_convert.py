@@ -71,7 +71,9 @@ def test_orbax_and_back_is_the_same_to_the_bit(tmp_path, name, dtype):
     there = convert(source, tmp_path / "there", format="orbax")
     back = convert(there, tmp_path / "back", max_shard_bytes=100_000)
     assert_same(tensors_of(source), tensors_of(back))
-    assert load(source).config == load(there).config == load(back).config
+    for path in (there, back):
+        assert not differences(load(source).config, load(path).config)
+        assert load(path).config.eos_token_ids == load(source).config.eos_token_ids
     files = sorted(file.name for file in back.glob("*.safetensors"))
     assert len(files) > 1 and all((back / file).stat().st_size < 200_000 for file in files)
 
