@@ -39,9 +39,8 @@ def damaged_hf(tmp_path):
 
 
 def damaged_gguf(tmp_path):
-    return ["--skip_tokenizer_init", f"--model={write_family(tmp_path / 'model.gguf', FOLDER / 'mixtral_moe')}"], cut(
-        tmp_path / "model.gguf"
-    )
+    path = write_family(tmp_path / "model.gguf", FOLDER / "mixtral_moe")
+    return ["--skip_tokenizer_init", f"--model={path}"], cut(path)
 
 
 def damaged_orbax(tmp_path):
