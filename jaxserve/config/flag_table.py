@@ -9,6 +9,7 @@ from typing import Any
 from absl.flags import ArgumentParser, BooleanParser
 
 from jaxserve.config.bench_flags import BENCH_FLAGS, LOG_LEVELS
+from jaxserve.config.convert_flags import CONVERT_FLAGS
 from jaxserve.config.engine_config import (
     ATTENTION_IMPLEMENTATIONS,
     DECODER_IMPLEMENTATIONS,
@@ -367,6 +368,7 @@ FLAGS: tuple[Flag, ...] = (
         ("trace_file", _TEXT, "write a record of every iteration to this file, as JSON lines"),
     ),
     *BENCH_FLAGS,
+    *CONVERT_FLAGS,
     *_replay(
         "Replay",
         ("trace", _TEXT, None, "the file that --trace_file wrote"),

@@ -37,6 +37,7 @@ SUMMARIES = {
     "doctor": "Names the bottleneck of a recorded trace or of a running server, with the figures that show it.",
     "top": "Shows a running server: requests, tokens, queue, KV pages, slots, latencies; anew every second.",
     "simulate": "Runs the serving scheduler under a simulated clock, without a model or a device.",
+    "convert": "Writes a checkpoint as another: safetensors, Orbax or GGUF.",
     "fit_cost_model": "Fits the simulator's linear cost model to the trace of an engine.",
     "field_figures": "Computes the scheduling field's well-known figures with the serving scheduler, as a table.",
 }
@@ -48,6 +49,7 @@ USAGES = {
     "doctor": "python -m jaxserve.doctor",
     "top": "python -m jaxserve.top",
     "simulate": "python -m jaxserve.simulate",
+    "convert": "tools/convert_checkpoint",
     "fit_cost_model": "tools/fit_cost_model TRACE",
     "field_figures": "tools/field_figures",
 }

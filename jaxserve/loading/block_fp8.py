@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.core import CheckpointError
+from jaxserve.loading.checkpoint import Part
 from jaxserve.loading.safetensors_reader import SafetensorsReader
+from jaxserve.models.weights import bounds_of
 
 METHOD = "fp8"
 _SCALES = "_scale_inv"
@@ -56,18 +58,19 @@ class BlockFp8Reader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored.shape(name)
 
-    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
-        return None if name in self._scaled else self._stored.stored_dtype(name)
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(np.float32) if name in self._scaled else self._stored.dtype(name)
 
-    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
-        stored = self._stored.read(name, rows)
+    def read(self, name: str, part: Part = ()) -> np.ndarray[Any, Any]:
+        stored = self._stored.read(name, part)
         if name not in self._scaled:
             return stored
+        rows, columns = bounds_of(self.shape(name), part)
         height, width = self._block
         scales = self._stored.read(name + _SCALES).astype(np.float32)
         wide = stored.astype(np.float32)
-        block_rows = ((0 if rows is None else rows.start) + np.arange(len(wide))) // height
+        block_rows, block_columns = np.arange(*rows) // height, np.arange(*columns) // width
         # A row of blocks at a time: scales of all numbers would be as large as the result.
         for index in np.unique(block_rows):
-            wide[block_rows == index] *= np.repeat(scales[index], width)[: wide.shape[1]]
+            wide[block_rows == index] *= scales[index, block_columns]
         return wide

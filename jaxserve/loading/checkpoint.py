@@ -1,7 +1,7 @@
 """What every checkpoint format offers: tensors under their Hugging Face names.
 
 A reader is cheap to open: it looks at headers only, so that a wrong or damaged file is refused before anything
-is read. `read` gives one tensor, so no more than a few live on the host at once.
+is read. `read` gives one tensor or a part of it, so no more than a few live on the host at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxserve.core import CheckpointError
+
+Part = tuple[slice, ...]
 
 
 class CheckpointReader(Protocol):
@@ -35,20 +37,29 @@ class CheckpointReader(Protocol):
         """Shape as the Hugging Face checkpoint has it (linear layers [out, in])."""
         ...
 
-    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
-        """The floating dtype that a tensor is stored in; None: in another form, which reading makes numbers of."""
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """The floating dtype that holds the tensor as it is stored: its own, or float32 of a quantised one."""
         ...
 
-    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
-        """The tensor, or only these rows of it (and nothing else is read), in a floating dtype.
+    def read(self, name: str, part: Part = ()) -> np.ndarray[Any, Any]:
+        """The tensor in a floating dtype, or only a part of it; what lies outside of it is read no further than needed.
 
         One that is not writable is a view of the file, to be copied soon.
+
+        Args:
+          part: of each of the first axes; others are whole. Slices have bounds within the tensor and no step.
         """
         ...
 
 
 class ExpectedWeight(Protocol):
     """The part of a `jaxserve.models.weights.Weight` that checking needs."""
+
+    @property
+    def hf_name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def tensors(self) -> tuple[str, ...]: ...
@@ -69,6 +80,12 @@ def check_tensors(reader: CheckpointReader, expected: Sequence[ExpectedWeight], 
       CheckpointError: a weight is missing or has another shape, or a tensor has no use.
     """
     present = set(reader.names())
+    for weight in expected:
+        # Before names are made of a number that may be damaged.
+        if "{}" in weight.hf_name and weight.shape[0] > len(present):
+            raise CheckpointError(
+                f"{reader.name} holds {len(present)} tensors; its config asks for {weight.shape[0]} of {weight.hf_name}"
+            )
     wanted = {name: weight.tensor_shape for weight in expected for name in weight.tensors}  # the last sharer's reach
     missing = [name for name in wanted if name not in present]
     if missing:

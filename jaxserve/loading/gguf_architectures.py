@@ -62,6 +62,12 @@ class GgufArchitecture:
         """The Hugging Face module of a layer's tensor; None: it has none."""
         return self.names.get(gguf_name) or _LAYER_NAMES.get(gguf_name)
 
+    def gguf_module(self, hf_module: str) -> str | None:
+        """The way back."""
+        own = next((name for name, module in self.names.items() if module == hf_module), None)
+        others = (name for name, module in _LAYER_NAMES.items() if module == hf_module and name not in self.names)
+        return own or next(others, None)
+
 
 def _llama(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
     if config["num_local_experts"]:

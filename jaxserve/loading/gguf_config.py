@@ -15,7 +15,7 @@ from jaxserve.loading.gguf_file import GgufFile
 ROPE_FREQS = "rope_freqs.weight"
 ROPE_LONG, ROPE_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
-_TOP_NAMES = {
+TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias",
@@ -32,7 +32,7 @@ def hf_name(gguf_name: str, arch: GgufArchitecture) -> str:
     if match and module:
         suffix = "" if module in _WITHOUT_SUFFIX else f".{match[3]}"
         return f"model.layers.{match[1]}.{module}{suffix}"
-    return _TOP_NAMES.get(gguf_name, gguf_name)
+    return TOP_NAMES.get(gguf_name, gguf_name)
 
 
 def architecture(gguf: GgufFile) -> GgufArchitecture:
@@ -42,7 +42,7 @@ def architecture(gguf: GgufFile) -> GgufArchitecture:
       UnsupportedModelError: it is not known.
     """
     name = gguf.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         # Imported for the message alone: the tokenizer reads this file's metadata without loading jax.
         from jaxserve.models import SUPPORTED_ARCHITECTURES
 
@@ -68,7 +68,14 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
     fields = GgufFields(gguf)
     heads = fields.count("attention.head_count")
     width = fields.count("embedding_length")
+    layers = fields.count("block_count")
     head_dim = fields.count("attention.key_length", width // max(heads, 1))
+    sizes = {"attention.head_count": heads, "embedding_length": width, "attention.key_length": head_dim}
+    for key, size in sizes.items():
+        if size < 1:
+            raise CheckpointError(f"{gguf.path}: {key} is {size}; it must be positive")
+    if not 1 <= layers <= len(gguf.tensors):
+        raise CheckpointError(f"{gguf.path}: block_count is {layers}; the file has {len(gguf.tensors)} tensors")
     if fields.count("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{gguf.path}: key and value heads differ in size, which is not supported")
     num_experts = fields.count("expert_count", 0)
@@ -89,7 +96,7 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
         "intermediate_size": fields.count("feed_forward_length"),
-        "num_hidden_layers": fields.count("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.count("attention.head_count_kv", heads),
         "head_dim": head_dim,

@@ -150,6 +150,8 @@ class _Parser:
         except ValueError as error:
             raise CheckpointError(f"{self._path}: tensor {name} has the unknown type {kind}") from error
         block, block_bytes = GGML_QUANT_SIZES[quantisation]
+        if 0 in shape:
+            raise CheckpointError(f"{self._path}: tensor {name} of shape {list(shape)} is empty; the file is damaged")
         if not shape or shape[-1] % block:
             raise CheckpointError(
                 f"{self._path}: tensor {name} of shape {list(shape)} does not hold whole blocks of {block}"

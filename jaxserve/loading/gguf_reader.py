@@ -10,23 +10,23 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxserve.core import UnsupportedModelError
+from jaxserve.loading.checkpoint import Part
 from jaxserve.loading.gguf_blocks import unpack
 from jaxserve.loading.gguf_config import ROPE_TENSORS, architecture, hf_config, hf_name, special_token_ids
 from jaxserve.loading.gguf_file import GgufTensor, read_gguf
 from jaxserve.loading.mapped_file import map_tensor
+from jaxserve.models.weights import bounds_of
 from pallas_kernels.matmul import Blocks
 
+_VALUES_AT_ONCE = 1 << 20
 _FLOATS = {
-    GGMLQuantizationType.F64: np.dtype(np.float64),
-    GGMLQuantizationType.F32: np.dtype(np.float32),
     GGMLQuantizationType.F16: np.dtype(np.float16),
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-_VALUES_AT_ONCE = 1 << 20
 _QUERY, _KEY = ".self_attn.q_proj.", ".self_attn.k_proj."
 
 
@@ -68,28 +68,43 @@ class GgufReader:
         """How a tensor is stored."""
         return self._tensors[name].quantisation
 
-    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
-        return _FLOATS.get(self.quantisation(name))
-
-    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
-        value = _dequantised(_rows_of(self._tensors[name], rows), name)
+    def dtype(self, name: str) -> np.dtype[Any]:
         if self._architecture.norms_hold_one and name.endswith("norm.weight"):
-            return value - 1  # in float32, so a weight that was bfloat16 once comes back
-        return self._in_order(value, name)
+            return np.dtype(np.float32)
+        return _FLOATS.get(self._tensors[name].quantisation, np.dtype(np.float32))
+
+    def read(self, name: str, part: Part = ()) -> np.ndarray[Any, Any]:
+        tensor = self._tensors[name]
+        rows, *others = (slice(*each) for each in bounds_of(tensor.shape, part))
+        heads = self._interleaved_heads(name)
+        # Interleaved rows are put in order within a head: heads that hold some of them are read whole; so are vectors.
+        size = 1 if heads is None else tensor.shape[0] // heads
+        whole = slice(rows.start // size * size, -(-rows.stop // size) * size)
+        if len(tensor.shape) == 1:
+            whole = slice(0, tensor.shape[0])
+        else:
+            tensor = _rows_of(tensor, range(whole.start, whole.stop))
+        value = _dequantised(tensor, name, tuple(others))
+        if self._architecture.norms_hold_one and name.endswith("norm.weight"):
+            value -= 1  # in float32, so a weight that was bfloat16 once comes back
+        if heads is not None:
+            value = unpermute(value, len(value) // size)
+        return value[rows.start - whole.start : rows.stop - whole.start]
 
     def blocks(self, name: str, rows: range | None = None) -> Callable[[slice], Blocks]:
         """A function that gives the blocks of some of the rows of a tensor of a format that `gguf_blocks` knows."""
         tensor = _rows_of(self._tensors[name], rows)
-        data = self._in_order(_mapped(tensor, name), name)
+        heads = self._interleaved_heads(name)
+        data = _mapped(tensor, name) if heads is None else unpermute(_mapped(tensor, name), heads)
         return lambda part: unpack(data[part], tensor.quantisation)
 
-    def _in_order(self, rows: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-        """The rows of a whole tensor, quantised or not, in the order of a Hugging Face checkpoint."""
+    def _interleaved_heads(self, name: str) -> int | None:
+        """How many heads a tensor's rows are, if llama.cpp has them in another order; None: it has not."""
         if self._architecture.permuted and _QUERY in name:
-            return unpermute(rows, self.hf_config["num_attention_heads"])
+            return int(self.hf_config["num_attention_heads"])
         if self._architecture.permuted and _KEY in name:
-            return unpermute(rows, self.hf_config["num_key_value_heads"])
-        return rows
+            return int(self.hf_config["num_key_value_heads"])
+        return None
 
 
 def unpermute(value: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
@@ -128,27 +143,37 @@ def _expert_of(tensor: GgufTensor, index: int) -> GgufTensor:
     return replace(part, shape=tensor.shape[1:])
 
 
-def _dequantised(tensor: GgufTensor, name: str) -> np.ndarray[Any, Any]:
+def _dequantised(tensor: GgufTensor, name: str, others: tuple[slice, ...] = ()) -> np.ndarray[Any, Any]:
     """float32 of the tensor's shape, bit for bit what the gguf package gives.
 
     Some rows at a time: dequantising takes several times the memory of what comes out.
+
+    Args:
+      others: what is wanted of each axis after the first; (): all.
     """
     num_rows, row_size = math.prod(tensor.shape[:-1]), tensor.shape[-1]
-    value = np.empty((num_rows, row_size), np.float32)
+    columns = others[-1] if others else slice(0, row_size)
+    value = np.empty((num_rows, columns.stop - columns.start), np.float32)
     if tensor.quantisation == GGMLQuantizationType.F64:
-        value[:] = map_tensor(tensor.file, name, np.dtype(np.float64), value.shape, tensor.begin)
-        return value.reshape(tensor.shape)
-    data = _mapped(tensor, name)
-    rows_at_once = max(1, _VALUES_AT_ONCE // row_size)
-    try:
-        for first in range(0, num_rows, rows_at_once):
-            rows = slice(first, first + rows_at_once)
-            value[rows] = dequantize(data[rows], tensor.quantisation)
-    except NotImplementedError as error:
-        raise UnsupportedModelError(
-            f"{tensor.file}: tensor {name} is quantised as {tensor.quantisation.name}, which is not supported"
-        ) from error
-    return value.reshape(tensor.shape)
+        value[:] = map_tensor(tensor.file, name, np.dtype(np.float64), (num_rows, row_size), tensor.begin)[:, columns]
+    else:
+        data = _mapped(tensor, name)
+        # Columns lie along blocks: those that hold some of them are dequantised whole.
+        block, block_bytes = GGML_QUANT_SIZES[tensor.quantisation]
+        first, end = columns.start // block, -(-columns.stop // block)
+        data = data[:, first * block_bytes : end * block_bytes]
+        own = slice(columns.start - first * block, columns.stop - first * block)
+        rows_at_once = max(1, _VALUES_AT_ONCE // row_size)
+        try:
+            for row in range(0, num_rows, rows_at_once):
+                rows = slice(row, row + rows_at_once)
+                value[rows] = dequantize(data[rows], tensor.quantisation)[:, own]
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{tensor.file}: tensor {name} is quantised as {tensor.quantisation.name}, which is not supported"
+            ) from error
+    value = value.reshape(*tensor.shape[:-1], -1)
+    return value[(slice(None), *others[:-1])] if len(others) > 1 else value
 
 
 def _mapped(tensor: GgufTensor, name: str) -> np.ndarray[Any, Any]:

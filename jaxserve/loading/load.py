@@ -1,8 +1,9 @@
 """load_model: from a resolved model to parameters on the devices.
 
-The model's weight table decides what is read. Names and shapes are compared first, from headers; then each
-tensor is mapped, converted in one pass and placed on its own, a few ahead of the device in threads. So the host holds
-a few tensors besides what its own devices keep, never a second copy of the model.
+The model's weight table decides what is read. Names and shapes are compared first, from headers; then the part of
+each tensor that a device holds is mapped, converted in one pass and placed on its own, a few ahead of the devices in
+threads. So a host reads what its own devices keep and nothing else, whatever devices other hosts have, and holds a few
+such parts besides, never a second copy of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
+from jaxserve.core import CheckpointError
 from jaxserve.loading.checkpoint import CheckpointReader, check_tensors
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.quantised_weights import (
+    Forms,
     abstract_params_of,
     description,
     matrix_shape,
@@ -36,10 +39,10 @@ from jaxserve.loading.weight_dtypes import check_range, kept_dtypes
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.models.sharding import param_shardings
-from jaxserve.models.weights import Weight, ignorable, make_params, weights
+from jaxserve.models.weights import Weight, bounds_of, ignorable, make_params, weights
 
 Progress = Callable[[int, int, str], None]
-_READ_AHEAD = 4  # tensors
+_READ_AHEAD = 4  # pieces of tensors
 log = logging.getLogger(__name__)
 
 
@@ -86,37 +89,95 @@ def load_model(
     if resolved.kind == "orbax":
         return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization, weight_dtype)
     reader = open_checkpoint(resolved)
-    config = model_config_from_hf(reader.hf_config)
+    config = config_of(reader.name, reader.hf_config)
     table = weights(config)
     _check(reader, config, table)
     forms = quantised_forms(quantization, config, table, reader)
     dtypes = kept_dtypes(weight_dtype, dtype, table, forms, reader)
     shardings = {} if mesh is None else _by_path(config, param_shardings(config, mesh))
-    placed: dict[tuple[str | int, ...], Any] = {}
     target = np.dtype(jnp.dtype(dtype))
+    pieces = [
+        piece
+        for weight in table
+        for piece in _pieces_of(weight, shardings.get(weight.path), forms, dtypes.get(weight.path, target))
+    ]
 
-    def read(weight: Weight) -> Any:
+    def read(piece: _Piece) -> Any:
+        weight = piece.weight
         if weight.path in forms:
             assert quantization is not None
             return quantised_weight(weight, forms[weight.path], reader, quantization)
         own = np.dtype(np.float32) if weight.is_float32 else dtypes.get(weight.path, target)
         with np.errstate(over="ignore"):  # checked below
-            value = weight.read(reader.read, own)
+            value = weight.read(reader.read, own, piece.index)
         if weight_dtype == "float16":
             check_range(weight, value)
         return value
 
-    total = sum(_num_bytes(abstract_params_of(weight, forms, dtypes.get(weight.path, target))) for weight in table)
+    total = sum(piece.num_bytes for piece in pieces)
     done = 0
     (progress or _silent)(done, total, "")
-    for weight, value in _read_ahead(table, read):
-        sharding = None if weight.path in forms else shardings.get(weight.path)
-        placed[weight.path] = jax.tree.map(lambda leaf, sharding=sharding: _place(leaf, sharding), value)
-        done += _num_bytes(value)
+    placed: dict[tuple[str | int, ...], Any] = {}
+    arrived: list[jax.Array] = []
+    on_the_way: deque[Any] = deque()
+    for piece, value in _read_ahead(pieces, read):
+        weight = piece.weight
+        sharding = shardings.get(weight.path)
+        if sharding is None or weight.path in forms:
+            copies = placed[weight.path] = jax.tree.map(jnp.asarray, value)
+        else:
+            copies = [jax.device_put(value, device) for device in piece.devices]
+            arrived += copies
+            if piece.is_last:
+                placed[weight.path] = jax.make_array_from_single_device_arrays(weight.shape, sharding, arrived)
+                arrived = []
+        # Transfers are asynchronous and keep what they copy: on a busy machine it would add up to the model.
+        on_the_way.append(copies)
+        if len(on_the_way) >= _READ_AHEAD:
+            jax.block_until_ready(on_the_way.popleft())
+        done += piece.num_bytes
         (progress or _silent)(done, total, weight.hf_name)
     if quantization is not None:
         log.info("%s", description(forms, table))
     return LoadedModel(config, make_params(config, lambda weight: placed[weight.path]), reader.generation_config)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What is read at once: what some devices hold of a weight.
+
+    Attributes:
+      index: its place in the weight; (): all.
+      devices: of this process, that hold it.
+      num_bytes: in memory, once.
+      is_last: of the weight's pieces.
+    """
+
+    weight: Weight
+    index: tuple[slice, ...]
+    devices: tuple[jax.Device, ...]
+    num_bytes: int
+    is_last: bool
+
+
+def _pieces_of(weight: Weight, sharding: Sharding | None, forms: Forms, dtype: np.dtype[Any]) -> list[_Piece]:
+    """What this process' devices hold of a weight, each part once, however many hold it."""
+    shapes = abstract_params_of(weight, forms, dtype)
+    if sharding is None or weight.path in forms:
+        return [_Piece(weight, (), (), _num_bytes(shapes), True)]
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(weight.shape).items():
+        devices.setdefault(tuple(bounds_of(weight.shape, index)), []).append(device)
+    return [
+        _Piece(
+            weight,
+            tuple(slice(*each) for each in bounds),
+            tuple(holders),
+            math.prod(end - first for first, end in bounds) * shapes.dtype.itemsize,
+            number == len(devices),
+        )
+        for number, (bounds, holders) in enumerate(devices.items(), 1)
+    ]
 
 
 def model_config_of(resolved: ResolvedModel) -> ModelConfig:
@@ -127,8 +188,9 @@ def model_config_of(resolved: ResolvedModel) -> ModelConfig:
       UnsupportedModelError: the model needs something this version lacks.
     """
     if resolved.kind == "orbax":
-        return model_config_from_hf(read_json_object(resolved.path / "config.json"))
-    return model_config_from_hf(open_checkpoint(resolved).hf_config)
+        return config_of(str(resolved.path), read_json_object(resolved.path / "config.json"))
+    reader = open_checkpoint(resolved)
+    return config_of(reader.name, reader.hf_config)
 
 
 def abstract_weights(
@@ -178,6 +240,18 @@ def _check(reader: CheckpointReader, config: ModelConfig, table: Sequence[Weight
     check_tensors(reader, table, [name for name in reader.names() if ignorable(config, name)])
 
 
+def config_of(name: str, hf_config: Mapping[str, Any]) -> ModelConfig:
+    """As `model_config_from_hf`, naming the checkpoint where it is damaged.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: as there.
+    """
+    try:
+        return model_config_from_hf(hf_config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+
+
 def _load_orbax(
     resolved: ResolvedModel,
     dtype: str,
@@ -205,13 +279,13 @@ def _load_orbax(
     return LoadedModel(config, make_params(config, lambda weight: placed[weight.path]), generation_config)
 
 
-def _read_ahead(table: Sequence[Weight], read: Callable[[Weight], Any]) -> Iterator[tuple[Weight, Any]]:
-    """Weights in our layout, in the table's order, read a few ahead in threads."""
-    pending: deque[tuple[Weight, Future[Any]]] = deque()
+def _read_ahead(pieces: Sequence[_Piece], read: Callable[[_Piece], Any]) -> Iterator[tuple[_Piece, Any]]:
+    """Pieces in our layout, in their order, read a few ahead in threads."""
+    pending: deque[tuple[_Piece, Future[Any]]] = deque()
     with ThreadPoolExecutor(min(_READ_AHEAD, os.cpu_count() or 1)) as pool:
         try:
-            for weight in table:
-                pending.append((weight, pool.submit(read, weight)))
+            for piece in pieces:
+                pending.append((piece, pool.submit(read, piece)))
                 if len(pending) >= _READ_AHEAD:
                     first, future = pending.popleft()
                     yield first, future.result()
@@ -221,12 +295,6 @@ def _read_ahead(table: Sequence[Weight], read: Callable[[Weight], Any]) -> Itera
         finally:
             for _, future in pending:
                 future.cancel()
-
-
-def _place(value: np.ndarray[Any, Any], sharding: Sharding | None) -> jax.Array:
-    if sharding is None:
-        return jnp.asarray(value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def _num_bytes(value: Any) -> int:

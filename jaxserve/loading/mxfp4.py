@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from jaxserve.core import CheckpointError
+from jaxserve.loading.checkpoint import Part
 from jaxserve.loading.safetensors_reader import SafetensorsReader
+from jaxserve.models.weights import bounds_of
 
 METHOD = "mxfp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -56,14 +58,21 @@ class Mxfp4Reader:
         experts, out, blocks, _ = self._stored.shape(name + _BLOCKS)
         return (experts, blocks * _BLOCK, out)
 
-    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
-        return None if name in self._packed else self._stored.stored_dtype(name)
+    def dtype(self, name: str) -> np.dtype[Any]:
+        return np.dtype(np.float32) if name in self._packed else self._stored.dtype(name)
 
-    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
+    def read(self, name: str, part: Part = ()) -> np.ndarray[Any, Any]:
         if name not in self._packed:
-            return self._stored.read(name, rows)
-        blocks = self._stored.read_bytes(name + _BLOCKS, rows)
-        return dequantise(blocks, self._stored.read_bytes(name + _SCALES, rows)).swapaxes(-1, -2)
+            return self._stored.read(name, part)
+        experts, rows, columns = (slice(*each) for each in bounds_of(self.shape(name), part))
+        # Rows lie along blocks: those that hold some of them are read whole.
+        blocks = slice(rows.start // _BLOCK, -(-rows.stop // _BLOCK))
+        stored = (experts, columns, blocks)
+        values = dequantise(
+            self._stored.read_bytes(name + _BLOCKS, stored), self._stored.read_bytes(name + _SCALES, stored)
+        ).swapaxes(-1, -2)
+        first = blocks.start * _BLOCK
+        return values[:, rows.start - first : rows.stop - first]
 
 
 def dequantise(blocks: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,14 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxserve.core import CheckpointError
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.orbax_layout import PARAMS
+from jaxserve.loading.orbax_writer import save_args
+from jaxserve.loading.tokenizer_files import copy_tokenizer
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.models.sharding import param_shardings
 from jaxserve.models.weights import Weight, make_params, weights
 
 Progress = Callable[[int, int, str], None]
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def save_orbax(
@@ -70,11 +64,9 @@ def save_orbax(
     if generation_config is not None:
         _write_json(directory / "generation_config.json", generation_config)
     if tokenizer_directory is not None:
-        for name in _TOKENIZER_FILES:
-            if (Path(tokenizer_directory) / name).is_file():
-                shutil.copyfile(Path(tokenizer_directory) / name, directory / name)
+        copy_tokenizer(Path(tokenizer_directory), directory)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / PARAMS, dict(params))
+        checkpointer.save(directory / PARAMS, dict(params), save_args=make_params(config, save_args))
         checkpointer.wait_until_finished()
     return directory
 
@@ -106,25 +98,42 @@ def load_orbax(
     default = SingleDeviceSharding(jax.devices()[0])
 
     def target(weight: Weight) -> jax.ShapeDtypeStruct:
-        sharding = default if shardings is None else _leaf(shardings, weight)
+        sharding = default if shardings is None else saved_leaf(shardings, weight)
         own = jnp.float32 if weight.is_float32 else jnp.dtype(dtype)
         return jax.ShapeDtypeStruct(weight.shape, own, sharding=sharding)
 
     directory = path.absolute() / PARAMS
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            saved = checkpointer.metadata(directory).item_metadata
-            if saved is None:
-                raise CheckpointError(f"{directory} cannot be restored: its list of arrays is missing or damaged")
-            _check_shapes(path, table, saved)
+            saved = read_metadata(checkpointer, directory)
+            check_shapes(path, table, saved)
             params = checkpointer.restore(directory, make_params(config, target))
         except CheckpointError:
             raise
         except Exception as error:  # Orbax and its storage raise many kinds for a damaged checkpoint
-            first_line = str(error).strip().partition("\n")[0]
-            raise CheckpointError(f"{directory} cannot be restored: {type(error).__name__}: {first_line}") from error
+            raise _unreadable(directory, error) from error
     progress(total, total, "restored the Orbax checkpoint")
     return config, params, generation_config
+
+
+def read_metadata(checkpointer: ocp.StandardCheckpointer, directory: Path) -> Any:
+    """The tree of arrays that a checkpoint folder lists: shape and dtype of each.
+
+    Raises:
+      CheckpointError: the list is missing or damaged.
+    """
+    try:
+        saved = checkpointer.metadata(directory).item_metadata
+    except Exception as error:  # as above
+        raise _unreadable(directory, error) from error
+    if saved is None:
+        raise CheckpointError(f"{directory} cannot be restored: its list of arrays is missing or damaged")
+    return saved
+
+
+def _unreadable(directory: Path, error: Exception) -> CheckpointError:
+    first_line = str(error).strip().partition("\n")[0]
+    return CheckpointError(f"{directory} cannot be restored: {type(error).__name__}: {first_line}")
 
 
 def _check_saved(config: ModelConfig, params: Mapping[str, Any]) -> None:
@@ -132,7 +141,7 @@ def _check_saved(config: ModelConfig, params: Mapping[str, Any]) -> None:
         raise ValueError("params['layers'] must be a list of layers; stacked layers cannot be saved")
     for weight in weights(config):
         try:
-            shape = tuple(_leaf(params, weight).shape)
+            shape = tuple(saved_leaf(params, weight).shape)
         except (KeyError, IndexError) as error:
             raise ValueError(f"params lacks {_named(weight)}, which hf_config asks for") from error
         if shape != weight.shape:
@@ -141,12 +150,20 @@ def _check_saved(config: ModelConfig, params: Mapping[str, Any]) -> None:
             )
 
 
-def _check_shapes(path: Path, table: list[Weight], saved: Any) -> None:
+def check_shapes(path: Path, table: list[Weight], saved: Any) -> None:
+    """Compares the arrays that a checkpoint lists with a model's weights.
+
+    Raises:
+      CheckpointError: one is missing or has another shape, or no floating dtype, or there are more.
+    """
     for weight in table:
         try:
-            shape = tuple(_leaf(saved, weight).shape)
-        except (KeyError, IndexError, TypeError) as error:
+            leaf = saved_leaf(saved, weight)
+            shape, dtype = tuple(leaf.shape), leaf.dtype
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} lacks {_named(weight)}, which its config asks for") from error
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise CheckpointError(f"{path}: {_named(weight)} has dtype {dtype}; weights must be floating-point numbers")
         if shape != weight.shape:
             raise CheckpointError(
                 f"{path}: {_named(weight)} has shape {list(shape)}; its config asks for {list(weight.shape)}"
@@ -156,7 +173,12 @@ def _check_shapes(path: Path, table: list[Weight], saved: Any) -> None:
         raise CheckpointError(f"{path} holds {num_saved} parameters; the model of its config has {len(table)}")
 
 
-def _leaf(tree: Any, weight: Weight) -> Any:
+def saved_leaf(tree: Any, weight: Weight) -> Any:
+    """What a tree of parameters has of a weight.
+
+    Raises:
+      KeyError, IndexError, TypeError: nothing.
+    """
     for key in weight.path:
         tree = tree[key]
     return tree

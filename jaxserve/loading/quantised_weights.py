@@ -82,7 +82,8 @@ def quantised_weight(weight: Weight, form: QuantisedForm, reader: CheckpointRead
 
         assert isinstance(reader, GgufReader), f"{reader.name} is no GGUF file"
         return in_parts(matrix_shape(weight), form, reader.blocks(weight.hf_name, weight.rows))
-    return quantise_columns(reader.read(weight.hf_name, weight.rows), form)
+    part = () if weight.rows is None else (slice(weight.rows.start, weight.rows.stop),)
+    return quantise_columns(reader.read(weight.hf_name, part), form)
 
 
 def quantise_columns(columns: np.ndarray[Any, Any], form: QuantisedForm) -> QuantisedMatrix:

@@ -16,8 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.core import CheckpointError
+from jaxserve.loading.checkpoint import Part
 from jaxserve.loading.json_file import read_json_object
-from jaxserve.loading.mapped_file import map_tensor
+from jaxserve.loading.mapped_file import map_part
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 FLOATS = {
@@ -29,7 +30,7 @@ FLOATS = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 _BYTES = {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class SafetensorsReader:
         for file, wanted in _shards(directory).items():
             found = read_header(file)
             for name in wanted - found.keys():
-                raise CheckpointError(f"{file} lacks tensor {name}, which {directory / _INDEX} places there")
+                raise CheckpointError(f"{file} lacks tensor {name}, which {directory / INDEX} places there")
             self._entries.update(found)
 
     def names(self) -> list[str]:
@@ -68,20 +69,20 @@ class SafetensorsReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def stored_dtype(self, name: str) -> np.dtype[Any] | None:
-        return FLOATS.get(self._entries[name].dtype)
-
-    def read(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
+    def dtype(self, name: str) -> np.dtype[Any]:
         entry = self._entries[name]
         dtype = FLOATS.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} has dtype {entry.dtype}; weights must be one of {', '.join(FLOATS)}"
             )
-        return self._mapped(name, dtype, rows)
+        return dtype
 
-    def read_bytes(self, name: str, rows: range | None = None) -> np.ndarray[Any, Any]:
-        """A tensor of dtype U8, or only these rows of it.
+    def read(self, name: str, part: Part = ()) -> np.ndarray[Any, Any]:
+        return self._mapped(name, self.dtype(name), part)
+
+    def read_bytes(self, name: str, part: Part = ()) -> np.ndarray[Any, Any]:
+        """A tensor of dtype U8, or a part of it.
 
         Raises:
           CheckpointError: it has another dtype.
@@ -89,27 +90,23 @@ class SafetensorsReader:
         entry = self._entries[name]
         if entry.dtype != "U8":
             raise CheckpointError(f"{entry.file}: tensor {name} has dtype {entry.dtype}; it must be U8")
-        return self._mapped(name, np.dtype(np.uint8), rows)
+        return self._mapped(name, np.dtype(np.uint8), part)
 
-    def _mapped(self, name: str, dtype: np.dtype[Any], rows: range | None) -> np.ndarray[Any, Any]:
+    def _mapped(self, name: str, dtype: np.dtype[Any], part: Part) -> np.ndarray[Any, Any]:
         entry = self._entries[name]
-        if rows is None:
-            return map_tensor(entry.file, name, dtype, entry.shape, entry.begin)
-        row = entry.shape[1:]
-        begin = entry.begin + rows.start * math.prod(row) * dtype.itemsize
-        return map_tensor(entry.file, name, dtype, (len(rows), *row), begin)
+        return map_part(entry.file, name, dtype, entry.shape, entry.begin, part)
 
 
 def is_safetensors_directory(path: Path) -> bool:
     """Whether `path` holds safetensors weights."""
-    return (path / _SINGLE).is_file() or (path / _INDEX).is_file() or any(path.glob("*.safetensors"))
+    return (path / SINGLE).is_file() or (path / INDEX).is_file() or any(path.glob("*.safetensors"))
 
 
 def _shards(directory: Path) -> dict[Path, set[str]]:
     """Files to read, each with the tensors that must be in it (none known without an index)."""
-    index_file = directory / _INDEX
-    if (directory / _SINGLE).is_file():
-        return {directory / _SINGLE: set()}
+    index_file = directory / INDEX
+    if (directory / SINGLE).is_file():
+        return {directory / SINGLE: set()}
     if index_file.is_file():
         weight_map = read_json_object(index_file).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:

@@ -50,7 +50,7 @@ def kept_dtypes(
     if reader is None:
         return {}
     is_only_looked_up = {("embed",)} if any(weight.path == ("lm_head",) for weight in table) else set()
-    stored = {weight.path: reader.stored_dtype(weight.hf_name) for weight in matrices}
+    stored = {weight.path: reader.dtype(weight.hf_name) for weight in matrices}
     layers_differ = len({found for path, found in stored.items() if path[0] == "layers"}) > 1
     kept: Dtypes = {}
     for weight in matrices:

@@ -82,30 +82,81 @@ class Weight:
             shape[0] = self.rows.stop
         return tuple(shape)
 
-    def read(self, read: Callable[[str, range | None], Array], dtype: np.dtype[Any]) -> Array:
-        """Its value, in the tree's layout: experts one by one into their place, so that one at most is there twice.
+    def read(
+        self, read: Callable[[str, tuple[slice, ...]], Array], dtype: np.dtype[Any], index: tuple[slice, ...] = ()
+    ) -> Array:
+        """Its value, or a part of it, in the tree's layout; experts one by one, so that one at most is there twice.
 
         Args:
-          read: gives a tensor, or only some rows of it, as `CheckpointReader.read` does.
+          read: gives a part of a tensor, as `CheckpointReader.read` does; no more is asked than the result holds, but
+            for tensors whose rows or columns other weights have in turns.
+          index: what is wanted of each dimension, as `jax.make_array_from_callback` asks; (): all.
         """
-        if not self.has_experts:
-            value = read(self.hf_name, self.rows)
+        bounds = bounds_of(self.shape, index)
+        if self.has_experts:
+            return self._read_experts(read, dtype, bounds)
+        if self.head_rows is not None:
+            _, size, rows = self.head_rows
+            (first, end), *inner = bounds
+            within, columns = inner[::-1] if self.transpose else inner
+            value = read(self.hf_name, (slice(first * size, end * size), slice(*columns)))
+            is_own = value.flags.writeable
+            value = value.reshape(end - first, size, -1)[:, rows.start + within[0] : rows.start + within[1]]
+        else:
+            own = _turned(bounds) if self.transpose else bounds
+            if self.rows is not None:
+                own = [(self.rows.start + own[0][0], self.rows.start + own[0][1]), *own[1:]]
+            value = read(self.hf_name, tuple(slice(*each) for each in own))
             # Views of a file are copied even if nothing else is to be done; see `map_tensor`.
             is_own = value.flags.writeable
-            if self.head_rows is not None:
-                num_heads, size, rows = self.head_rows
-                value = value.reshape(num_heads, size, -1)[:, rows.start : rows.stop]
-            value = value.swapaxes(-1, -2) if self.transpose else value
-            return np.array(value, dtype, order="C", copy=None if is_own else True)
-        whole = np.empty(self.shape, dtype)
-        for expert, place in enumerate(whole):
+        value = value.swapaxes(-1, -2) if self.transpose else value
+        return np.array(value, dtype, order="C", copy=None if is_own else True)
+
+    def _read_experts(
+        self, read: Callable[[str, tuple[slice, ...]], Array], dtype: np.dtype[Any], bounds: list[tuple[int, int]]
+    ) -> Array:
+        part = np.empty([end - first for first, end in bounds], dtype)
+        own = _turned(bounds[1:]) if self.transpose else bounds[1:]
+        if self.columns is not None:
+            step = self.columns.step
+            own = [*own[:-1], (own[-1][0] * step, own[-1][1] * step)]
+        inner = tuple(slice(*each) for each in own)
+        for expert, place in zip(range(*bounds[0]), part, strict=True):
             if "{}" in self.hf_name:
-                value = read(self.hf_name.format(expert), None)
+                value = read(self.hf_name.format(expert), inner)
             else:
-                value = read(self.hf_name, range(expert, expert + 1))[0]
+                value = read(self.hf_name, (slice(expert, expert + 1), *inner))[0]
             value = value if self.columns is None else value[..., self.columns]
             place[...] = value.T if self.transpose else value
-        return whole
+        return part
+
+    def put(self, tensor: Array, value: Array) -> None:
+        """The inverse of `read`: writes its value to the place that it has in a tensor.
+
+        Args:
+          tensor: one of `tensors`, whole; what other weights have of it stays.
+          value: of the tree's layout; one expert's, without the first axis, where each has a tensor of its own.
+        """
+        value = value.swapaxes(-1, -2) if self.transpose else value
+        if self.head_rows is not None:
+            num_heads, size, rows = self.head_rows
+            tensor.reshape(num_heads, size, -1)[:, rows.start : rows.stop] = value
+        elif self.rows is not None:
+            tensor[self.rows.start : self.rows.stop] = value
+        elif self.columns is not None:
+            tensor[..., self.columns] = value
+        else:
+            tensor[...] = value
+
+
+def bounds_of(shape: tuple[int, ...], index: tuple[slice, ...]) -> list[tuple[int, int]]:
+    """First and end of each dimension of a part; what `index` does not name is whole."""
+    whole = (*index, *[slice(None)] * (len(shape) - len(index)))
+    return [each.indices(size)[:2] for each, size in zip(whole, shape, strict=True)]
+
+
+def _turned(bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [*bounds[:-2], bounds[-1], bounds[-2]]
 
 
 def weights(config: ModelConfig) -> list[Weight]:

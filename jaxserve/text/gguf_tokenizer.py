@@ -19,7 +19,8 @@ from jaxserve.loading.gguf_config import special_token_ids
 from jaxserve.loading.gguf_file import read_gguf
 from jaxserve.text.tokenizer import Tokenizer
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Token types."""
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CASED = (
@@ -44,6 +45,8 @@ _PATTERNS = {
     "gpt-4o": _GPT4O,
     "llama4": _GPT4O,
 }
+PRE_TOKENIZERS = ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o")
+"""A name of each way to cut text."""
 _GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
@@ -59,7 +62,18 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
       CheckpointError: the file is damaged or holds no vocabulary.
       UnsupportedModelError: a kind of vocabulary or pre-tokenizer that is not known.
     """
-    metadata = read_gguf(path).metadata
+    return tokenizer_from_metadata(path, read_gguf(path).metadata)
+
+
+def tokenizer_from_metadata(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a file's metadata describes.
+
+    Args:
+      path: of the file, for messages.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: as `tokenizer_from_gguf`.
+    """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(path, metadata, "tokens")
     if len(set(tokens)) != len(tokens):
@@ -67,7 +81,8 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     pre = str(metadata.get("tokenizer.ggml.pre", ""))
     if kind == "gpt2":
-        backend = _byte_level(path, vocabulary, _strings(path, metadata, "merges"), pre)
+        merges = _strings(path, metadata, "merges") if "tokenizer.ggml.merges" in metadata else []
+        backend = _byte_level(path, vocabulary, merges, pre)
         adds_bos = pre in _LLAMA3_NAMES
     elif kind == "llama":
         backend = _sentencepiece(path, vocabulary, metadata)
@@ -80,10 +95,10 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if not isinstance(types, list) or len(types) != len(tokens):
         raise CheckpointError(f"{path}: tokenizer.ggml.token_type must hold one number per token")
-    added = (_CONTROL, _USER_DEFINED, _UNKNOWN)
+    added = (CONTROL, USER_DEFINED, UNKNOWN)
     backend.add_tokens(
         [
-            AddedToken(token, special=token_type != _USER_DEFINED, normalized=False)
+            AddedToken(token, special=token_type != USER_DEFINED, normalized=False)
             for token, token_type in zip(tokens, types, strict=True)
             if token_type in added and token
         ]
@@ -93,7 +108,7 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     eos_ids = [_checked_id(path, eos, tokens) for eos in ids.get("eos_token_id", [])]
     # Files written before the end-of-turn key existed name only the end of text.
     eos_ids += [
-        vocabulary[token] for token in _END_OF_TURN if token in vocabulary and types[vocabulary[token]] == _CONTROL
+        vocabulary[token] for token in _END_OF_TURN if token in vocabulary and types[vocabulary[token]] == CONTROL
     ]
     return Tokenizer(
         backend,

@@ -74,6 +74,16 @@ class Tokenizer:
         return other
 
     @property
+    def chat_templates(self) -> dict[str, str]:
+        """Jinja sources by name."""
+        return {name: template.source for name, template in self._templates.items()}
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """`bos_token`, `eos_token`, ... as templates know them."""
+        return dict(self._special_tokens)
+
+    @property
     def vocab_size(self) -> int:
         """Ids the tokenizer knows: all are below this. A model's own vocabulary may be padded beyond it."""
         return len(self._token_bytes)

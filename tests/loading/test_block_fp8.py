@@ -58,7 +58,9 @@ def test_weights_are_stored_numbers_times_their_blocks_scales(directory, stored)
 def test_rows_of_a_shared_tensor_have_the_scales_of_their_place(directory):
     reader = open_checkpoint(resolve_model(str(directory)))
     name = "model.layers.0.self_attn.qkv_proj.weight"
-    np.testing.assert_array_equal(reader.read(name, range(70, 101)), reader.read(name)[70:101])
+    np.testing.assert_array_equal(reader.read(name, (slice(70, 101),)), reader.read(name)[70:101])
+    part = (slice(70, 101), slice(33, 60))
+    np.testing.assert_array_equal(reader.read(name, part), reader.read(name)[part])
     assert not any(name.endswith("_scale_inv") for name in reader.names())
 
 

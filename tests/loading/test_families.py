@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Quant
 from safetensors.numpy import load_file
 
 from jaxserve.core import CheckpointError, UnsupportedModelError
 from jaxserve.loading import load_model, resolve_model
+from jaxserve.loading.load import open_checkpoint
 from jaxserve.loading.safetensors_reader import SafetensorsReader
+from tests.loading.gguf_families import write_family
 from tests.models.tiny_models import FOLDER, changed
 
 
@@ -15,16 +18,16 @@ def load(path):
 
 
 def test_rows_of_a_shared_tensor_are_read_and_nothing_else(monkeypatch):
-    from jaxserve.loading import safetensors_reader
+    from jaxserve.loading import mapped_file
 
     mapped = []
-    real = safetensors_reader.map_tensor
+    real = mapped_file.map_tensor
 
-    def recording(file, name, dtype, shape, begin):
+    def recording(file, name, dtype, shape, begin, **settings):
         mapped.append((name, shape))
-        return real(file, name, dtype, shape, begin)
+        return real(file, name, dtype, shape, begin, **settings)
 
-    monkeypatch.setattr(safetensors_reader, "map_tensor", recording)
+    monkeypatch.setattr(mapped_file, "map_tensor", recording)
     params = load(FOLDER / "phi3_fused").params
     name = "model.layers.0.self_attn.qkv_proj.weight"
     whole = SafetensorsReader(FOLDER / "phi3_fused").read(name)
@@ -65,6 +68,28 @@ def test_mxfp4_blocks_are_dequantised_exactly(tmp_path):
         np.testing.assert_array_equal(experts["gate_proj"]["kernels"], wanted[prefix + "gate_up_proj"][..., 0::2])
         np.testing.assert_array_equal(experts["up_proj"]["kernels"], wanted[prefix + "gate_up_proj"][..., 1::2])
         np.testing.assert_array_equal(experts["down_proj"]["kernels"], wanted[prefix + "down_proj"])
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "gguf", "safetensors"])
+def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path, kind):
+    if kind == "mxfp4":
+        folder = changed(tmp_path / "hf", "gpt_oss_sinks", tensors=lambda tensors: mxfp4(tensors)[0], **MXFP4)
+    else:
+        folder = FOLDER / "mixtral_moe"
+    if kind == "gguf":
+        folder = write_family(tmp_path / "m.gguf", folder, quant=Quant.Q8_0)
+    reader = open_checkpoint(resolve_model(str(folder)))
+    random, num_parts = np.random.default_rng(0), 0
+    for name in reader.names():
+        whole = reader.read(name)
+        for axes in range(1, whole.ndim + 1):
+            bounds = [sorted(random.integers(0, size, 2)) for size in whole.shape[:axes]]
+            part = tuple(slice(int(first), int(last) + 1) for first, last in bounds)
+            np.testing.assert_array_equal(reader.read(name, part), whole[part], err_msg=name)
+            num_parts += 1
+        one = (slice(1, 2), *(slice(size // 3, size // 2 + 1) for size in whole.shape[1:]))
+        np.testing.assert_array_equal(reader.read(name, one), whole[one], err_msg=name)
+    assert num_parts > 50
 
 
 def test_mxfp4_blocks_without_scales_or_with_others_are_named(tmp_path):

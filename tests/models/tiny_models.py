@@ -44,8 +44,8 @@ def load(name):
     config = model_config_from_hf(json.loads((folder / "config.json").read_text()))
     tensors = load_file(folder / "model.safetensors")
 
-    def read(name, rows):
-        return tensors[name] if rows is None else tensors[name][rows.start : rows.stop]
+    def read(name, part):
+        return tensors[name][part]
 
     def leaf(weight):
         for tensor in weight.tensors:

@@ -4,7 +4,7 @@
     python3.11 -m venv DIR && DIR/bin/pip install torch==2.13.0 transformers accelerate
     DIR/bin/python tools/peers/transformers_peer.py --model=FOLDER --workload=w1 --slots=8 --dtype=bfloat16 --static
 
-FOLDER is in Hugging Face layout (tools/peers/write_hf_model.py). Tokens are greedy and do not end at EOS. Without
+FOLDER is in Hugging Face layout (tools/convert_checkpoint). Tokens are greedy and do not end at EOS. Without
 --static the requests go to its continuous batching, all at once; with it, to `generate` in batches of --slots, padded
 to the left, each as long as its longest output, of which every request's own length counts. Needs the peer's
 environment only.
