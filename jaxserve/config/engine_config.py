@@ -16,7 +16,7 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "native_cpu", "mosaic_gpu", "mosaic_tpu")
 MATMUL_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
 DECODER_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
-QUANTIZATIONS = ("gguf", "int8", "int4")
+QUANTIZATIONS = ("gguf", "int8", "int4", "int8_channel", "fp8")
 MAX_PAGE_SIZE = 256
 MAX_LORA_RANK = 512
 
@@ -113,8 +113,9 @@ class EngineConfig(PolicyConfig):
       served_model_name: name on the API; the model's last path component when None.
       seed: makes the seeds drawn for requests without one repeat from run to run; None: fresh ones.
       dtype: of weights and activations, and of KV pages unless `kv_cache_dtype` says otherwise.
-      quantization: keeps weights quantised in memory, on one CPU device: "gguf", the blocks of a GGUF file; "int8" and
-        "int4", in blocks of 32 made at load. None: weights are of `dtype`.
+      quantization: keeps weights quantised in memory: "gguf", the blocks of a GGUF file; "int8" and "int4", in blocks
+        of 32 made at load; "int8_channel" and "fp8" (float8_e4m3fn) with a scale per output channel. None: weights are
+        of `dtype`.
       max_model_len: most tokens of a request; the model's own limit when None.
       memory_fraction: share of the device's free memory that weights, workspace and KV may use.
       num_pages: KV pages; sized from memory when None.

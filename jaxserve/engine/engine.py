@@ -53,6 +53,7 @@ from jaxserve.runtime import (
     arrange_weights,
     empty_adapters,
     enable_compile_cache,
+    keeps_packed,
     make_mesh,
     weights_form,
 )
@@ -94,7 +95,9 @@ class Engine:
             None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer, config.chat_template)
         )
         self._mesh = make_mesh(config.tensor_parallel_size)
-        shapes = abstract_weights(resolved, config.dtype, config.quantization) if config.quantization else None
+        packed, shapes = keeps_packed(config, self._mesh), None
+        if config.quantization:
+            shapes = abstract_weights(resolved, config.dtype, config.quantization, packed=packed)
         form = weights_form(config, self._mesh, model_config_of(resolved), shapes)
         self._startup = StartupFigures()
         with self._startup.stage(WEIGHTS):
@@ -104,6 +107,7 @@ class Engine:
                 mesh=self._mesh,
                 progress=lambda done, total, what: self._progress("weights", done, total, what),
                 quantization=config.quantization,
+                packed=packed,
             )
             params = arrange_weights(loaded.params, form, loaded.config, self._mesh, consume=True)
             if config.enable_lora:

@@ -8,7 +8,6 @@ a few tensors besides what its own devices keep, never a second copy of the mode
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxserve.loading.checkpoint import CheckpointReader, check_tensors
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.quantised_weights import (
     abstract_params_of,
+    bytes_of,
     description,
-    matrix_shape,
     quantise_columns,
     quantised_forms,
     quantised_weight,
@@ -34,8 +33,9 @@ from jaxserve.loading.quantised_weights import (
 from jaxserve.loading.resolve import ResolvedModel
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import model_config_from_hf
-from jaxserve.models.sharding import param_shardings
+from jaxserve.models.sharding import leaf_shardings, param_shardings
 from jaxserve.models.weights import Weight, ignorable, make_params, weights
+from pallas_kernels.matmul import QuantisedMatrix
 
 Progress = Callable[[int, int, str], None]
 _READ_AHEAD = 4  # tensors
@@ -49,7 +49,7 @@ class LoadedModel:
     Attributes:
       config: its shape.
       params: parameter tree, layers as a list; placed by the sharding rules when a mesh was given. Weights that are
-        kept quantised are `pallas_kernels.matmul.QuantisedMatrix`.
+        kept quantised are `QuantisedMatrix` or `ScaledMatrix` of `pallas_kernels.matmul`.
       generation_config: the checkpoint's generation_config.json, {} without one.
     """
 
@@ -65,6 +65,7 @@ def load_model(
     mesh: Mesh | None = None,
     progress: Progress | None = None,
     quantization: str | None = None,
+    packed: bool = True,
 ) -> LoadedModel:
     """Reads a model's weights.
 
@@ -73,7 +74,8 @@ def load_model(
       dtype: "float32" or "bfloat16"; every weight is converted to it.
       mesh: where to place the parameters; the default device when None.
       progress: called with bytes placed, bytes in all and the last weight's name.
-      quantization: keeps matrices quantised, on one CPU device: "gguf" (a file's blocks), "int8" or "int4".
+      quantization: keeps matrices quantised: "gguf" (a file's blocks), or another of `EngineConfig`'s.
+      packed: those are for native products on one CPU device, see `runtime.weights_form`; else of any devices.
 
     Raises:
       CheckpointError: the checkpoint is damaged or does not fit its configuration.
@@ -81,12 +83,12 @@ def load_model(
       ValueError: the checkpoint has nothing for `quantization`.
     """
     if resolved.kind == "orbax":
-        return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization)
+        return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization, packed)
     reader = open_checkpoint(resolved)
     config = model_config_from_hf(reader.hf_config)
     table = weights(config)
     check_tensors(reader, table, [name for name in reader.names() if ignorable(config, name)])
-    forms = quantised_forms(quantization, config, table, reader)
+    forms = quantised_forms(quantization, config, table, reader, packed=packed)
     shardings = {} if mesh is None else _by_path(config, param_shardings(config, mesh))
     placed: dict[tuple[str | int, ...], Any] = {}
     target = np.dtype(jnp.dtype(dtype))
@@ -97,13 +99,12 @@ def load_model(
             return quantised_weight(weight, forms[weight.path], reader, quantization)
         return weight.read(reader.read, np.dtype(np.float32) if weight.is_float32 else target)
 
-    total = sum(_num_bytes(abstract_params_of(weight, forms, target)) for weight in table)
+    total = sum(bytes_of(abstract_params_of(weight, forms, target)) for weight in table)
     done = 0
     (progress or _silent)(done, total, "")
     for weight, value in _read_ahead(table, read):
-        sharding = None if weight.path in forms else shardings.get(weight.path)
-        placed[weight.path] = jax.tree.map(lambda leaf, sharding=sharding: _place(leaf, sharding), value)
-        done += _num_bytes(value)
+        placed[weight.path] = _place_all(value, shardings.get(weight.path))
+        done += bytes_of(value)
         (progress or _silent)(done, total, weight.hf_name)
     if quantization is not None:
         log.info("%s", description(forms, table))
@@ -122,7 +123,9 @@ def model_config_of(resolved: ResolvedModel) -> ModelConfig:
     return model_config_from_hf(open_checkpoint(resolved).hf_config)
 
 
-def abstract_weights(resolved: ResolvedModel, dtype: str, quantization: str | None = None) -> dict[str, Any]:
+def abstract_weights(
+    resolved: ResolvedModel, dtype: str, quantization: str | None = None, *, packed: bool = True
+) -> dict[str, Any]:
     """Shapes and dtypes of what `load_model` would give, without reading weights.
 
     Raises:
@@ -130,7 +133,7 @@ def abstract_weights(resolved: ResolvedModel, dtype: str, quantization: str | No
     """
     config = model_config_of(resolved)
     reader = None if resolved.kind == "orbax" else open_checkpoint(resolved)
-    forms = quantised_forms(quantization, config, weights(config), reader)
+    forms = quantised_forms(quantization, config, weights(config), reader, packed=packed)
     return make_params(config, lambda weight: abstract_params_of(weight, forms, jnp.dtype(dtype)))
 
 
@@ -159,20 +162,20 @@ def open_checkpoint(resolved: ResolvedModel) -> CheckpointReader:
 
 
 def _load_orbax(
-    resolved: ResolvedModel, dtype: str, mesh: Mesh | None, progress: Progress, quantization: str | None
+    resolved: ResolvedModel, dtype: str, mesh: Mesh | None, progress: Progress, quantization: str | None, packed: bool
 ) -> LoadedModel:
     from jaxserve.loading.orbax_checkpoint import load_orbax
 
     table = weights(model_config_of(resolved))
-    forms = quantised_forms(quantization, model_config_of(resolved), table, None)
+    forms = quantised_forms(quantization, model_config_of(resolved), table, None, packed=packed)
     config, params, generation_config = load_orbax(resolved.path, dtype, mesh, progress)
     placed = _by_path(config, params)
+    shardings = {} if mesh is None else _by_path(config, param_shardings(config, mesh))
     for weight in table:
         if weight.path in forms:
             value = np.asarray(placed[weight.path]).astype(np.float32)
-            matrix = quantise_columns(value.T if weight.transpose else value, forms[weight.path])
-            assert matrix.shape == matrix_shape(weight), weight
-            placed[weight.path] = jax.tree.map(jnp.asarray, matrix)
+            matrix = quantise_columns(weight, value.T if weight.transpose else value, forms[weight.path])
+            placed[weight.path] = _place_all(matrix, shardings.get(weight.path))
     return LoadedModel(config, make_params(config, lambda weight: placed[weight.path]), generation_config)
 
 
@@ -194,14 +197,15 @@ def _read_ahead(table: Sequence[Weight], read: Callable[[Weight], Any]) -> Itera
                 future.cancel()
 
 
-def _place(value: np.ndarray[Any, Any], sharding: Sharding | None) -> jax.Array:
-    if sharding is None:
-        return jnp.asarray(value)
+def _place(value: np.ndarray[Any, Any], sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-def _num_bytes(value: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+def _place_all(value: Any, sharding: NamedSharding | None) -> Any:
+    """A weight's arrays on their devices; packed ones are on the default one."""
+    if sharding is None or isinstance(value, QuantisedMatrix):
+        return jax.tree.map(jnp.asarray, value)
+    return jax.tree.map(_place, value, leaf_shardings(sharding, value))
 
 
 def _by_path(config: ModelConfig, tree: dict[str, Any]) -> dict[tuple[str | int, ...], Any]:

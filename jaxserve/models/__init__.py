@@ -16,7 +16,7 @@ from jaxserve.models.lora import (
 )
 from jaxserve.models.names import Names
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
-from jaxserve.models.sharding import param_shardings, partition_spec
+from jaxserve.models.sharding import leaf_shardings, param_shardings, partition_spec
 from jaxserve.models.transformer import (
     RunLayers,
     abstract_params,
@@ -50,6 +50,7 @@ __all__ = [
     "forward",
     "ignorable",
     "init_params",
+    "leaf_shardings",
     "lora_tree",
     "lora_weights",
     "make_params",

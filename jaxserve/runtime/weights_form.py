@@ -29,6 +29,21 @@ STACK_ACTIVATIONS = {
 """What `decoder_stack` calls each `hidden_act`."""
 
 
+_LEAST_CAPABILITY_OF_FP8 = (8, 9)
+_IN_BLOCKS = ("gguf", "int8", "int4")
+"""The values of `quantization` that native products take."""
+
+
+def keeps_packed(config: EngineConfig, mesh: Mesh) -> bool:
+    """Whether quantised matrices are kept for native products, not for XLA's."""
+    return (
+        config.quantization in _IN_BLOCKS
+        and config.matmul_implementation != "xla"
+        and _can_be_native(config, mesh)
+        and native.is_available()
+    )
+
+
 def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, loaded: Any = None) -> str:
     """How weights are kept.
 
@@ -47,17 +62,9 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
       ValueError: an implementation or quantised matrices are asked for where they cannot be.
       ImportError: they need numba, which is missing.
     """
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    stacked = not on_cpu if config.scan_layers is None else config.scan_layers
-    can_be_native = on_cpu and mesh.size == 1 and not stacked and config.dtype in native.NATIVE_DTYPES
+    stacked, can_be_native = _is_stacked(config, mesh), _can_be_native(config, mesh)
     if config.quantization is not None:
-        if not can_be_native or config.matmul_implementation == "xla":
-            raise ValueError(
-                f"quantization {config.quantization} needs one CPU device, unstacked layers, dtype"
-                f" {' or '.join(native.NATIVE_DTYPES)} and matmul_implementation auto or native_cpu; leave it out for"
-                " weights of dtype"
-            )
-        native.require()
+        _check_quantization(config, mesh, loaded)
     asked = [
         name
         for name in ("matmul_implementation", "decoder_implementation")
@@ -68,6 +75,8 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
             f"{asked[0]} native_cpu needs one CPU device, unstacked layers and dtype"
             f" {' or '.join(native.NATIVE_DTYPES)}; use xla"
         )
+    if config.quantization is not None and not keeps_packed(config, mesh):
+        return "stacked" if stacked and _layers_are_alike(config, model_config, loaded) else "plain"
     if stacked:
         return "stacked"
     if config.matmul_implementation == "xla" or not (can_be_native and native.is_available()):
@@ -82,6 +91,56 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
     if reason:
         log.info("decoder layers are run one by one: %s", reason)
     return "packed" if reason else "packed_stack"
+
+
+def _is_stacked(config: EngineConfig, mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform != "cpu" if config.scan_layers is None else config.scan_layers
+
+
+def _can_be_native(config: EngineConfig, mesh: Mesh) -> bool:
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return on_cpu and mesh.size == 1 and not _is_stacked(config, mesh) and config.dtype in native.NATIVE_DTYPES
+
+
+def _check_quantization(config: EngineConfig, mesh: Mesh, loaded: Any) -> None:
+    """Raises ValueError if these devices or products cannot have weights so quantised."""
+    name, device = config.quantization, mesh.devices.flat[0]
+    if name not in _IN_BLOCKS:
+        for setting in ("matmul_implementation", "decoder_implementation"):
+            if getattr(config, setting) == "native_cpu":
+                kinds = ", ".join(_IN_BLOCKS)
+                raise ValueError(f"quantization {name} has no native products: use {setting} auto or xla, or {kinds}")
+    if device.platform != "gpu":
+        return
+    capability = tuple(map(int, device.compute_capability.split(".")))
+    if name == "fp8" and capability < _LEAST_CAPABILITY_OF_FP8:
+        raise ValueError(
+            f"quantization fp8 needs a GPU of compute capability {'.'.join(map(str, _LEAST_CAPABILITY_OF_FP8))};"
+            f" this one has {device.compute_capability}: use int8_channel"
+        )
+    if any(jnp.dtype(leaf.dtype).name in ("int4", "uint4") for leaf in jax.tree.leaves(loaded)):
+        raise ValueError(
+            f"quantization {name} keeps numbers of 4 bits, which XLA copies to another order in every step on a GPU, so"
+            " that more memory is taken than saved: use int8_channel, fp8 or int8"
+        )
+
+
+def _layers_are_alike(config: EngineConfig, model_config: ModelConfig, loaded: Any) -> bool:
+    """Whether all layers with one kind of MLP have one form, as stacking needs.
+
+    Raises:
+      ValueError: they have not, and stacked layers are asked for.
+    """
+    forms: dict[str, Any] = {}
+    for index, (kind, layer) in enumerate(zip(model_config.mlp_kinds, loaded["layers"], strict=True)):
+        form = jax.tree.structure(layer), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layer)]
+        if forms.setdefault(kind, form) != form:
+            reason = f"the matrices of layer {index} have other forms than those of the layers before"
+            if config.scan_layers:
+                raise ValueError(f"scan_layers: {reason} (quantization {config.quantization}); leave scan_layers out")
+            log.info("layers are not stacked: %s", reason)
+            return False
+    return True
 
 
 def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) -> str | None:
