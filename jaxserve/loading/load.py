@@ -26,14 +26,15 @@ from jaxserve.loading.quantised_weights import (
     abstract_params_of,
     bytes_of,
     description,
-    quantise_columns,
+    quantised_array,
     quantised_forms,
     quantised_weight,
 )
 from jaxserve.loading.resolve import ResolvedModel
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.leaf_sharding import leaf_shardings
 from jaxserve.models.registry import model_config_from_hf
-from jaxserve.models.sharding import leaf_shardings, param_shardings
+from jaxserve.models.sharding import param_shardings
 from jaxserve.models.weights import Weight, ignorable, make_params, weights
 from pallas_kernels.matmul import QuantisedMatrix
 
@@ -174,7 +175,7 @@ def _load_orbax(
     for weight in table:
         if weight.path in forms:
             value = np.asarray(placed[weight.path]).astype(np.float32)
-            matrix = quantise_columns(weight, value.T if weight.transpose else value, forms[weight.path])
+            matrix = quantised_array(weight, value, forms[weight.path])
             placed[weight.path] = _place_all(matrix, shardings.get(weight.path))
     return LoadedModel(config, make_params(config, lambda weight: placed[weight.path]), generation_config)
 

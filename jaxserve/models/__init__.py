@@ -4,6 +4,7 @@ from jaxserve.models.adapted import LoraPair, LoraTokens
 from jaxserve.models.attention import Attend, AttentionOptions
 from jaxserve.models.batch import Batch
 from jaxserve.models.config import ExpertsConfig, LatentConfig, LayerKind, ModelConfig, RopeConfig
+from jaxserve.models.leaf_sharding import leaf_shardings, leaf_specs
 from jaxserve.models.lora import (
     LORA_TARGETS,
     abstract_lora,
@@ -16,7 +17,7 @@ from jaxserve.models.lora import (
 )
 from jaxserve.models.names import Names
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
-from jaxserve.models.sharding import leaf_shardings, param_shardings, partition_spec
+from jaxserve.models.sharding import param_shardings, partition_spec
 from jaxserve.models.transformer import (
     RunLayers,
     abstract_params,
@@ -51,6 +52,7 @@ __all__ = [
     "ignorable",
     "init_params",
     "leaf_shardings",
+    "leaf_specs",
     "lora_tree",
     "lora_weights",
     "make_params",

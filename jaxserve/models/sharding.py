@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.weights import make_params
-from pallas_kernels.matmul import ScaledMatrix
 
 MESH_AXIS_OF: dict[str, str | None] = {
     "batch": "data",
@@ -56,25 +55,6 @@ def param_shardings(config: ModelConfig, mesh: Mesh, *, stacked: bool = False) -
         )
         tree["layers"] = stacks[0] if len(stacks) == 1 else stacks
     return tree
-
-
-def leaf_shardings(sharding: NamedSharding, value: Any) -> Any:
-    """Shardings of what is kept at a parameter's place: of its one array, or of the arrays of a `ScaledMatrix`.
-
-    Scales are sharded as their numbers are. Where the blocks of an axis do not divide, neither is; what has one block
-    along it is whole on every device.
-
-    Args:
-      sharding: of the parameter, from `param_shardings`.
-      value: arrays or their shapes.
-    """
-    if not isinstance(value, ScaledMatrix):
-        return sharding
-    axes = zip(sharding.spec, value.scales.shape, strict=True)
-    spec = [axis if axis is None or count == 1 or count % sharding.mesh.shape[axis] == 0 else None for axis, count in axes]
-    scales = [None if count == 1 else axis for axis, count in zip(spec, value.scales.shape, strict=True)]
-    numbers_at, scales_at = (NamedSharding(sharding.mesh, PartitionSpec(*each)) for each in (spec, scales))
-    return ScaledMatrix(numbers_at, scales_at, None if value.minima is None else scales_at)
 
 
 def _mesh_axis(config: ModelConfig, axis: str | None, mesh: Mesh) -> str | None:

@@ -12,7 +12,7 @@ parameters, e.g. `{"attention": {"q_proj": {"kernel": [d, H * D]}}}`. Which ther
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,14 +98,19 @@ class Weight:
             value = value.swapaxes(-1, -2) if self.transpose else value
             return np.array(value, dtype, order="C", copy=None if is_own else True)
         whole = np.empty(self.shape, dtype)
-        for expert, place in enumerate(whole):
+        for place, value in zip(whole, self.experts(read), strict=True):
+            place[...] = value
+        return whole
+
+    def experts(self, read: Callable[[str, range | None], Array]) -> Iterator[Array]:
+        """The matrices [in, out], or biases, of every expert in turn; `read` as in `read`."""
+        for expert in range(self.shape[0]):
             if "{}" in self.hf_name:
                 value = read(self.hf_name.format(expert), None)
             else:
                 value = read(self.hf_name, range(expert, expert + 1))[0]
             value = value if self.columns is None else value[..., self.columns]
-            place[...] = value.T if self.transpose else value
-        return whole
+            yield value.T if self.transpose else value
 
 
 def weights(config: ModelConfig) -> list[Weight]:

@@ -64,7 +64,7 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
     """
     stacked, can_be_native = _is_stacked(config, mesh), _can_be_native(config, mesh)
     if config.quantization is not None:
-        _check_quantization(config, mesh, loaded)
+        _check_quantization(config, mesh, model_config, loaded)
     asked = [
         name
         for name in ("matmul_implementation", "decoder_implementation")
@@ -102,7 +102,7 @@ def _can_be_native(config: EngineConfig, mesh: Mesh) -> bool:
     return on_cpu and mesh.size == 1 and not _is_stacked(config, mesh) and config.dtype in native.NATIVE_DTYPES
 
 
-def _check_quantization(config: EngineConfig, mesh: Mesh, loaded: Any) -> None:
+def _check_quantization(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, loaded: Any) -> None:
     """Raises ValueError if these devices or products cannot have weights so quantised."""
     name, device = config.quantization, mesh.devices.flat[0]
     if name not in _IN_BLOCKS:
@@ -110,6 +110,13 @@ def _check_quantization(config: EngineConfig, mesh: Mesh, loaded: Any) -> None:
             if getattr(config, setting) == "native_cpu":
                 kinds = ", ".join(_IN_BLOCKS)
                 raise ValueError(f"quantization {name} has no native products: use {setting} auto or xla, or {kinds}")
+    experts = model_config.experts
+    if experts is not None and name in _IN_BLOCKS and experts.split(mesh.size) == "expert_mlp":
+        if experts.inner_size % (32 * mesh.size):
+            raise ValueError(
+                f"quantization {name}: {mesh.size} devices share the experts' inner width of {experts.inner_size},"
+                f" which is not in blocks of 32 for each: use int8_channel or fp8"
+            )
     if device.platform != "gpu":
         return
     capability = tuple(map(int, device.compute_capability.split(".")))

@@ -60,6 +60,11 @@ class ScaledMatrix(NamedTuple):
     scales: jax.Array
     minima: jax.Array | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix, or of the stack."""
+        return self.numbers.shape
+
 
 def scaled_form(form: QuantisedForm) -> ScaledForm:
     """The form that has the numbers of a packed one."""
