@@ -112,7 +112,7 @@ def _check_quantization(config: EngineConfig, mesh: Mesh, model_config: ModelCon
                 raise ValueError(f"quantization {name} has no native products: use {setting} auto or xla, or {kinds}")
     experts = model_config.experts
     if experts is not None and name in _IN_BLOCKS and experts.split(mesh.size) == "expert_mlp":
-        if experts.inner_size % (32 * mesh.size):
+        if experts.inner_size % 32 == 0 and experts.inner_size % (32 * mesh.size):
             raise ValueError(
                 f"quantization {name}: {mesh.size} devices share the experts' inner width of {experts.inner_size},"
                 f" which is not in blocks of 32 for each: use int8_channel or fp8"
