@@ -198,8 +198,8 @@ FLAGS: tuple[Flag, ...] = (
         (
             "quantization",
             ChoiceParser(QUANTIZATIONS),
-            "keep weights quantised: a GGUF file's blocks, int8 or int4 in blocks of 32, or int8 or fp8 with a scale per"
-            " output channel",
+            "keep weights quantised: a GGUF file's blocks, int8 or int4 in blocks of 32, or int8 or fp8 with a scale"
+            " per output channel",
         ),
         ("seed", _INT, "makes seeds drawn for requests without one repeat from run to run; default: fresh ones"),
         ("tensor_parallel_size", _INT, "devices that share the model"),

@@ -51,7 +51,7 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
       loaded: what `abstract_weights` tells of the model; needed if matrices are kept quantised.
 
     Returns:
-      "plain": as loaded.
+      "plain": as loaded; quantised matrices are `ScaledMatrix`, here and in "stacked".
       "stacked": stacked over layers, for one compiled layer body. The default on accelerators; on CPU a scan would copy
         each layer's weights.
       "packed": matrices packed, for products by `pallas_kernels.matmul`.
@@ -60,7 +60,7 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
 
     Raises:
       ValueError: an implementation or quantised matrices are asked for where they cannot be.
-      ImportError: they need numba, which is missing.
+      ImportError: an implementation needs numba, which is missing.
     """
     stacked, can_be_native = _is_stacked(config, mesh), _can_be_native(config, mesh)
     if config.quantization is not None:
@@ -75,11 +75,10 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
             f"{asked[0]} native_cpu needs one CPU device, unstacked layers and dtype"
             f" {' or '.join(native.NATIVE_DTYPES)}; use xla"
         )
-    if config.quantization is not None and not keeps_packed(config, mesh):
-        return "stacked" if stacked and _layers_are_alike(config, model_config, loaded) else "plain"
     if stacked:
-        return "stacked"
-    if config.matmul_implementation == "xla" or not (can_be_native and native.is_available()):
+        return "stacked" if config.quantization is None or _layers_are_alike(config, model_config, loaded) else "plain"
+    can_be_native = can_be_native and native.is_available() and config.quantization in (None, *_IN_BLOCKS)
+    if config.matmul_implementation == "xla" or not can_be_native:
         if config.decoder_implementation == "native_cpu":
             raise ValueError("decoder_implementation native_cpu needs packed weights, not matmul_implementation xla")
         return "plain"
@@ -110,13 +109,13 @@ def _check_quantization(config: EngineConfig, mesh: Mesh, model_config: ModelCon
             if getattr(config, setting) == "native_cpu":
                 kinds = ", ".join(_IN_BLOCKS)
                 raise ValueError(f"quantization {name} has no native products: use {setting} auto or xla, or {kinds}")
-    experts = model_config.experts
-    if experts is not None and name in _IN_BLOCKS and experts.split(mesh.size) == "expert_mlp":
-        if experts.inner_size % 32 == 0 and experts.inner_size % (32 * mesh.size):
-            raise ValueError(
-                f"quantization {name}: {mesh.size} devices share the experts' inner width of {experts.inner_size},"
-                f" which is not in blocks of 32 for each: use int8_channel or fp8"
-            )
+    experts, size = model_config.experts, mesh.size
+    in_parts = experts is not None and name in _IN_BLOCKS and experts.split(size) == "expert_mlp"
+    if in_parts and experts.inner_size % 32 == 0 and experts.inner_size % (32 * size):
+        raise ValueError(
+            f"quantization {name}: {size} devices share the experts' inner width of {experts.inner_size}, which is not"
+            " in blocks of 32 for each: use int8_channel or fp8"
+        )
     if device.platform != "gpu":
         return
     capability = tuple(map(int, device.compute_capability.split(".")))

@@ -111,7 +111,9 @@ def put_columns(whole: ScaledMatrix, columns: slice, blocks: Blocks, *, in_axis:
     for array, part in zip(whole, blocks, strict=True):
         if array is not None:
             assert part is not None, whole
-            array[(columns, slice(None)) if in_axis == -1 else (slice(None), columns)] = part if in_axis == -1 else part.T
+            array[(columns, slice(None)) if in_axis == -1 else (slice(None), columns)] = (
+                part if in_axis == -1 else part.T
+            )
 
 
 def scaled_matmul(

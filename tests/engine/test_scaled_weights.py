@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -17,7 +18,7 @@ from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.engine.dry_run import start_plan
 from jaxserve.loading.quantised_weights import abstract_params_of, quantised_forms
-from jaxserve.models import leaf_shardings, make_params, weights
+from jaxserve.models import ExpertsConfig, leaf_shardings, make_params, weights
 from jaxserve.runtime import weights_form
 from jaxserve.testing.tiny import tiny_config, tiny_weights, write_tiny_model
 from jaxserve.testing.tiny_lora import write_tiny_lora
@@ -209,13 +210,11 @@ def test_accelerators_stack_quantised_layers():
 def test_what_a_gpu_cannot_have_is_refused():
     with pytest.raises(ValueError, match=r"fp8 needs a GPU of compute capability 8\.9; this one has 8\.0: use int8"):
         on_gpu("fp8", "8.0", loaded("fp8"))
-    with pytest.raises(ValueError, match="quantization int4 keeps numbers of 4 bits, which XLA copies .* on a GPU"):
+    with pytest.raises(ValueError, match=r"quantization int4 keeps numbers of 4 bits, which XLA copies .* on a GPU"):
         on_gpu("int4", "9.0", loaded("int4"))
 
 
 def test_layers_of_several_forms_are_not_stacked(caplog):
-    from dataclasses import replace
-
     model = replace(MODEL, num_layers=2)
     shapes = loaded("int8", model, down_proj=scaled_form(QuantisedForm(4)))
     with caplog.at_level("INFO", "jaxserve"):
@@ -245,3 +244,13 @@ def test_families_answer_nearly_as_their_golden_files(name, scan_layers):
     found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
     difference = np.abs(np.asarray(found) - golden["logprobs_of_prompt"][1:])
     assert 1e-4 < difference.max() < 0.15
+
+
+def test_experts_whose_blocks_would_be_cut_are_refused():
+    model = replace(MODEL, experts=ExpertsConfig(3, 2, 96))
+    settings = {"model": model, "devices": 2, "loaded": loaded("int8")}
+    with pytest.raises(
+        ValueError, match="2 devices share the experts' inner width of 96, which is not in blocks of 32"
+    ):
+        form("tpu", quantization="int8", **settings)
+    assert form("tpu", quantization="fp8", **settings) == "stacked"
