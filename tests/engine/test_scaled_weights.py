@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,19 +14,20 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Quant
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.engine.dry_run import start_plan
 from jaxserve.loading.quantised_weights import abstract_params_of, quantised_forms
-from jaxserve.models import ExpertsConfig, leaf_shardings, make_params, weights
+from jaxserve.models import leaf_shardings, make_params, weights
 from jaxserve.runtime import weights_form
 from jaxserve.testing.tiny import tiny_config, tiny_weights, write_tiny_model
 from jaxserve.testing.tiny_lora import write_tiny_lora
 from pallas_kernels.matmul import QuantisedForm, ScaledForm, ScaledMatrix, abstract_scaled, num_bytes, scaled_form
 from tests.engine.conftest import greedy, ids, random_prompts
 from tests.engine.test_cpu_kernels import MODEL, form
-from tests.engine.test_quantization import scores
+from tests.engine.test_quantization import scores, through
 from tests.loading.gguf_files import write_gguf
 from tests.models.tiny_models import FOLDER
 
@@ -170,7 +172,7 @@ def test_scales_are_sharded_as_numbers_and_neither_where_blocks_do_not_divide():
     assert specs((192, 64), ScaledForm("int8"), rows) == [("model", None), (None, None), None]
     minima = scaled_form(QuantisedForm(4, has_minimum=True))
     assert specs((256, 64), minima, rows)[2] == ("model", None)
-    assert leaf_shardings(rows, jax.ShapeDtypeStruct((4, 4), jnp.float32)) is rows
+    assert leaf_shardings(rows, jax.ShapeDtypeStruct((4, 4), jnp.float32)) == rows
 
 
 def test_adapters_are_added_to_products_of_quantised_weights(make, tmp_path):
@@ -216,7 +218,7 @@ def test_what_a_gpu_cannot_have_is_refused():
 
 
 def test_layers_of_several_forms_are_not_stacked(caplog):
-    model = replace(MODEL, num_layers=2)
+    model = replace(MODEL, num_layers=2, sliding_windows=(), layer_ropes=(), mlp_kinds=())
     shapes = loaded("int8", model, down_proj=scaled_form(QuantisedForm(4)))
     with caplog.at_level("INFO", "jaxserve"):
         assert form("tpu", model=model, quantization="int8", loaded=shapes) == "plain"
@@ -232,28 +234,35 @@ def test_scales_per_column_have_no_native_products(quantization, setting):
         form(quantization=quantization, loaded=loaded(quantization), **{setting: "native_cpu"})
 
 
+def prompt_scores(path, prompt, quantization, **settings):
+    llm = LLM(str(path), quantization=quantization, **(SETTINGS | {"matmul_implementation": "xla"} | settings))
+    output = llm.generate([prompt], greedy(1, prompt_logprobs=0), use_tqdm=False)[0]
+    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    return np.asarray(found), llm.engine.runner.params
+
+
 @pytest.mark.parametrize(
     ("name", "scan_layers"),
     [("gemma3_dual_rope", False), ("mixtral_moe", True), ("deepseek_v3_mla", False), ("qwen3_moe", False)],
 )
-def test_families_answer_nearly_as_their_golden_files(name, scan_layers):
+def test_families_answer_as_from_the_same_numbers_in_float32(name, scan_layers, tmp_path):
+    """Experts, norms after layers, latent attention: from a checkpoint of numbers that 8 bits hold exactly."""
     golden = json.loads((FOLDER / name / "golden.json").read_text())
-    settings = SETTINGS | {"scan_layers": scan_layers, "matmul_implementation": "xla"}
-    llm = LLM(str(FOLDER / name), quantization="int8", **settings)
-    leaves = jax.tree.leaves(llm.engine.runner.params, is_leaf=lambda leaf: isinstance(leaf, ScaledMatrix))
-    assert any(isinstance(leaf, ScaledMatrix) for leaf in leaves)
+    shutil.copytree(FOLDER / name, tmp_path / name)
+    tensors = load_file(FOLDER / name / "model.safetensors")
+    rounded = {
+        key: through("embed", value, 8) if value.ndim == 2 and value.shape[1] % 32 == 0 else value
+        for key, value in tensors.items()
+    }
+    save_file(rounded, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
     prompt = golden["prompt_ids"]
-    output = llm.generate([prompt], greedy(1, prompt_logprobs=0), use_tqdm=False)[0]
-    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
-    difference = np.abs(np.asarray(found) - golden["logprobs_of_prompt"][1:])
-    assert 1e-4 < difference.max() < 0.15
-
-
-def test_experts_whose_blocks_would_be_cut_are_refused():
-    model = replace(MODEL, experts=ExpertsConfig(3, 2, 96))
-    settings = {"model": model, "devices": 2, "loaded": loaded("int8")}
-    with pytest.raises(
-        ValueError, match="2 devices share the experts' inner width of 96, which is not in blocks of 32"
-    ):
-        form("tpu", quantization="int8", **settings)
-    assert form("tpu", quantization="fp8", **settings) == "stacked"
+    found, params = prompt_scores(tmp_path / name, prompt, "int8", scan_layers=scan_layers)
+    wanted, _ = prompt_scores(tmp_path / name, prompt, None)
+    np.testing.assert_allclose(found, wanted, atol=2e-4)
+    difference = np.abs(found - golden["logprobs_of_prompt"][1:])
+    assert 1e-4 < np.median(difference) < 0.1, "rounding moves the choice of experts at some positions, not at most"
+    layers = params["layers"] if scan_layers else params["layers"][-1]
+    mlp = layers[-1]["mlp"] if isinstance(layers, tuple) else layers["mlp"]
+    if "experts" in mlp:
+        assert mlp["experts"]["down_proj"]["kernels"].numbers.dtype == jnp.int8
+        assert not isinstance(mlp["router"]["weight"], ScaledMatrix)
