@@ -122,7 +122,7 @@ def test_finer_numbers_are_nearer_to_float32(make):
 def test_bfloat16_activations_leave_int8_near_float32(make):
     exact = np.asarray(scores(make(None)))
     for name in ("int8", "int8_channel"):
-        assert 1e-3 < np.abs(np.asarray(scores(make(name, dtype="bfloat16", **XLA))) - exact).max() < 0.3
+        assert 1e-3 < np.abs(np.asarray(scores(make(name, dtype="bfloat16", **XLA))) - exact).mean() < 0.1
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", *CHANNELS])
