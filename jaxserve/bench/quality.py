@@ -24,6 +24,7 @@ import jaxserve
 from jaxserve import LLM
 from jaxserve.bench.report import Column, report
 from jaxserve.bench.server_settings import read_server_settings
+from pallas_kernels.matmul import num_bytes
 
 TEXT = Path(jaxserve.__file__).resolve().parents[1] / "configs" / "texts" / "alice.txt"
 SETTINGS = (
@@ -31,6 +32,8 @@ SETTINGS = (
     "--dtype=bfloat16",
     "--dtype=bfloat16 --quantization=int8",
     "--dtype=bfloat16 --quantization=int4",
+    "--dtype=bfloat16 --quantization=int8_channel",
+    "--dtype=bfloat16 --quantization=fp8",
     "--dtype=bfloat16 --kv_cache_dtype=int8",
 )
 """Where no `--settings` are given."""
@@ -113,7 +116,7 @@ def windows_of(token_ids: Sequence[int], window: int) -> list[list[int]]:
 def sizes(llm: LLM) -> dict[str, float]:
     """Bytes of weights and of a token's K and V."""
     runner = llm.engine.runner
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.params))
+    weights = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(runner.params))
     page_size = runner.scheduler_config.page_size
     return {"weights_mib": weights / 2**20, "kv_bytes_per_token": runner.page_bytes / page_size}
 

@@ -17,7 +17,7 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "native_cpu", "mosaic_gpu", "mosaic_tpu")
 MATMUL_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
 DECODER_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
-QUANTIZATIONS = ("gguf", "int8", "int4")
+QUANTIZATIONS = ("gguf", "int8", "int4", "int8_channel", "fp8")
 MAX_PAGE_SIZE = 256
 MAX_LORA_RANK = 512
 
@@ -114,8 +114,9 @@ class EngineConfig(PolicyConfig):
       served_model_name: name on the API; the model's last path component when None.
       seed: makes the seeds drawn for requests without one repeat from run to run; None: fresh ones.
       dtype: of weights and activations, and of KV pages unless `kv_cache_dtype` says otherwise.
-      quantization: keeps weights quantised in memory, on one CPU device: "gguf", the blocks of a GGUF file; "int8" and
-        "int4", in blocks of 32 made at load. None: weights are of `dtype`.
+      quantization: keeps weights quantised in memory: "gguf", the blocks of a GGUF file; "int8" and "int4", in blocks
+        of 32 made at load; "int8_channel" and "fp8" (float8_e4m3fn) with a scale per output channel. None: weights are
+        of `dtype`.
       weight_dtype: of matrices that are not quantised, if `dtype` is float32: "auto" keeps those that the checkpoint
         has in 16 bits so where they are packed (one CPU device), which changes no result.
       max_model_len: most tokens of a request; the model's own limit when None.

@@ -200,7 +200,8 @@ FLAGS: tuple[Flag, ...] = (
         (
             "quantization",
             ChoiceParser(QUANTIZATIONS),
-            "keep weights quantised, on one CPU device: a GGUF file's blocks, or int8 or int4 in blocks of 32",
+            "keep weights quantised: a GGUF file's blocks, int8 or int4 in blocks of 32, or int8 or fp8 with a scale"
+            " per output channel",
         ),
         (
             "weight_dtype",

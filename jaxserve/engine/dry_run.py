@@ -12,13 +12,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.config import EngineConfig
 from jaxserve.engine.validation import context_length
 from jaxserve.loading import ResolvedModel, abstract_weights, model_config_of, resolve_model
-from jaxserve.models import ModelConfig, param_shardings
+from jaxserve.models import ModelConfig, leaf_shardings, param_shardings
 from jaxserve.runtime import (
     MemoryPlan,
     ModelRunner,
     abstract_adapters,
     arrange_weights,
     enable_compile_cache,
+    keeps_packed,
     make_mesh,
     weight_dtype,
     weights_form,
@@ -87,7 +88,8 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
     """The parameters' shapes, dtypes and shardings."""
-    loaded = abstract_weights(resolved, config.dtype, config.quantization, weight_dtype(config, mesh))
+    kept, packed = weight_dtype(config, mesh), keeps_packed(config, mesh)
+    loaded = abstract_weights(resolved, config.dtype, config.quantization, kept, packed=packed)
     form = weights_form(config, mesh, model_config, loaded)
     adapters = {"adapters": abstract_adapters(config, form, model_config, mesh)} if config.enable_lora else {}
 
@@ -102,9 +104,8 @@ def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config:
         )
         return packed | adapters
 
-    plain = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(shapes),
-        param_shardings(model_config, mesh, stacked=form == "stacked"),
+    plain = jax.eval_shape(shapes)
+    shardings = jax.tree.map(leaf_shardings, param_shardings(model_config, mesh, stacked=form == "stacked"), plain)
+    return adapters | jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), plain, shardings
     )
-    return plain | adapters

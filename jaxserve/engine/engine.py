@@ -53,6 +53,7 @@ from jaxserve.runtime import (
     arrange_weights,
     empty_adapters,
     enable_compile_cache,
+    keeps_packed,
     make_mesh,
     weight_dtype,
     weights_form,
@@ -95,8 +96,8 @@ class Engine:
             None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer, config.chat_template)
         )
         self._mesh = make_mesh(config.tensor_parallel_size)
-        kept = weight_dtype(config, self._mesh)
-        shapes = abstract_weights(resolved, config.dtype, config.quantization, kept)
+        kept, packed = weight_dtype(config, self._mesh), keeps_packed(config, self._mesh)
+        shapes = abstract_weights(resolved, config.dtype, config.quantization, kept, packed=packed)
         form = weights_form(config, self._mesh, model_config_of(resolved), shapes)
         self._startup = StartupFigures()
         with self._startup.stage(WEIGHTS):
@@ -107,6 +108,7 @@ class Engine:
                 progress=lambda done, total, what: self._progress("weights", done, total, what),
                 quantization=config.quantization,
                 weight_dtype=kept,
+                packed=packed,
             )
             params = arrange_weights(loaded.params, form, loaded.config, self._mesh, consume=True)
             if config.enable_lora:

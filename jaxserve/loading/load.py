@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxserve.core import CheckpointError
 from jaxserve.loading.checkpoint import CheckpointReader, check_tensors
@@ -28,18 +28,20 @@ from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.quantised_weights import (
     Forms,
     abstract_params_of,
+    bytes_of,
     description,
-    matrix_shape,
-    quantise_columns,
+    quantised_array,
     quantised_forms,
     quantised_weight,
 )
 from jaxserve.loading.resolve import ResolvedModel
 from jaxserve.loading.weight_dtypes import check_range, kept_dtypes
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.leaf_sharding import leaf_shardings
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.models.sharding import param_shardings
 from jaxserve.models.weights import Weight, bounds_of, ignorable, make_params, weights
+from pallas_kernels.matmul import QuantisedMatrix
 
 Progress = Callable[[int, int, str], None]
 _READ_AHEAD = 4  # pieces of tensors
@@ -53,7 +55,7 @@ class LoadedModel:
     Attributes:
       config: its shape.
       params: parameter tree, layers as a list; placed by the sharding rules when a mesh was given. Weights that are
-        kept quantised are `pallas_kernels.matmul.QuantisedMatrix`.
+        kept quantised are `QuantisedMatrix` or `ScaledMatrix` of `pallas_kernels.matmul`.
       generation_config: the checkpoint's generation_config.json, {} without one.
     """
 
@@ -70,6 +72,7 @@ def load_model(
     progress: Progress | None = None,
     quantization: str | None = None,
     weight_dtype: str | None = None,
+    packed: bool = True,
 ) -> LoadedModel:
     """Reads a model's weights.
 
@@ -78,8 +81,9 @@ def load_model(
       dtype: "float32" or "bfloat16"; every weight is converted to it.
       mesh: where to place the parameters; the default device when None.
       progress: called with bytes placed, bytes in all and the last weight's name.
-      quantization: keeps matrices quantised, on one CPU device: "gguf" (a file's blocks), "int8" or "int4".
+      quantization: keeps matrices quantised: "gguf" (a file's blocks), or another of `EngineConfig`'s.
       weight_dtype: of matrices that are not quantised, see `kept_dtypes`; None: `dtype`.
+      packed: quantised ones are for native products on one CPU device, see `runtime.weights_form`; else of any devices.
 
     Raises:
       CheckpointError: the checkpoint is damaged or does not fit its configuration.
@@ -87,12 +91,12 @@ def load_model(
       ValueError: the checkpoint has nothing for `quantization`, or numbers that `weight_dtype` does not hold.
     """
     if resolved.kind == "orbax":
-        return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization, weight_dtype)
+        return _load_orbax(resolved, dtype, mesh, progress or _silent, quantization, weight_dtype, packed)
     reader = open_checkpoint(resolved)
     config = config_of(reader.name, reader.hf_config)
     table = weights(config)
     _check(reader, config, table)
-    forms = quantised_forms(quantization, config, table, reader)
+    forms = quantised_forms(quantization, config, table, reader, packed=packed)
     dtypes = kept_dtypes(weight_dtype, dtype, table, forms, reader)
     shardings = {} if mesh is None else _by_path(config, param_shardings(config, mesh))
     target = np.dtype(jnp.dtype(dtype))
@@ -124,7 +128,7 @@ def load_model(
         weight = piece.weight
         sharding = shardings.get(weight.path)
         if sharding is None or weight.path in forms:
-            copies = placed[weight.path] = jax.tree.map(jnp.asarray, value)
+            copies = placed[weight.path] = _place_whole(value, sharding)
         else:
             copies = [jax.device_put(value, device) for device in piece.devices]
             arrived += copies
@@ -164,7 +168,7 @@ def _pieces_of(weight: Weight, sharding: Sharding | None, forms: Forms, dtype: n
     """What this process' devices hold of a weight, each part once, however many hold it."""
     shapes = abstract_params_of(weight, forms, dtype)
     if sharding is None or weight.path in forms:
-        return [_Piece(weight, (), (), _num_bytes(shapes), True)]
+        return [_Piece(weight, (), (), bytes_of(shapes), True)]
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(weight.shape).items():
         devices.setdefault(tuple(bounds_of(weight.shape, index)), []).append(device)
@@ -194,7 +198,12 @@ def model_config_of(resolved: ResolvedModel) -> ModelConfig:
 
 
 def abstract_weights(
-    resolved: ResolvedModel, dtype: str, quantization: str | None = None, weight_dtype: str | None = None
+    resolved: ResolvedModel,
+    dtype: str,
+    quantization: str | None = None,
+    weight_dtype: str | None = None,
+    *,
+    packed: bool = True,
 ) -> dict[str, Any]:
     """Shapes and dtypes of what `load_model` would give, without reading weights.
 
@@ -206,7 +215,7 @@ def abstract_weights(
     table = weights(config)
     if reader is not None:
         _check(reader, config, table)
-    forms = quantised_forms(quantization, config, table, reader)
+    forms = quantised_forms(quantization, config, table, reader, packed=packed)
     dtypes, target = kept_dtypes(weight_dtype, dtype, table, forms, reader), jnp.dtype(dtype)
     return make_params(config, lambda weight: abstract_params_of(weight, forms, dtypes.get(weight.path, target)))
 
@@ -259,20 +268,21 @@ def _load_orbax(
     progress: Progress,
     quantization: str | None,
     weight_dtype: str | None,
+    packed: bool,
 ) -> LoadedModel:
     from jaxserve.loading.orbax_checkpoint import load_orbax
 
     table = weights(model_config_of(resolved))
-    forms = quantised_forms(quantization, model_config_of(resolved), table, None)
+    forms = quantised_forms(quantization, model_config_of(resolved), table, None, packed=packed)
     dtypes = kept_dtypes(weight_dtype, dtype, table, forms, None)
     config, params, generation_config = load_orbax(resolved.path, dtype, mesh, progress)
     placed = _by_path(config, params)
+    shardings = {} if mesh is None else _by_path(config, param_shardings(config, mesh))
     for weight in table:
         if weight.path in forms:
             value = np.asarray(placed[weight.path]).astype(np.float32)
-            matrix = quantise_columns(value.T if weight.transpose else value, forms[weight.path])
-            assert matrix.shape == matrix_shape(weight), weight
-            placed[weight.path] = jax.tree.map(jnp.asarray, matrix)
+            matrix = quantised_array(weight, value, forms[weight.path])
+            placed[weight.path] = _place_whole(matrix, shardings.get(weight.path))
         if weight.path in dtypes:
             placed[weight.path] = placed[weight.path].astype(dtypes[weight.path])
             check_range(weight, placed[weight.path])
@@ -297,8 +307,15 @@ def _read_ahead(pieces: Sequence[_Piece], read: Callable[[_Piece], Any]) -> Iter
                 future.cancel()
 
 
-def _num_bytes(value: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(value))
+def _place_whole(value: Any, sharding: NamedSharding | None) -> Any:
+    """A weight's arrays, read whole, on their devices; packed ones are on the default one."""
+    if sharding is None or isinstance(value, QuantisedMatrix):
+        return jax.tree.map(jnp.asarray, value)
+
+    def place(leaf: np.ndarray[Any, Any], own: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, own, lambda index: leaf[index])
+
+    return jax.tree.map(place, value, leaf_shardings(sharding, value))
 
 
 def _by_path(config: ModelConfig, tree: dict[str, Any]) -> dict[tuple[str | int, ...], Any]:

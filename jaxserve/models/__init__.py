@@ -4,6 +4,7 @@ from jaxserve.models.adapted import LoraPair, LoraTokens
 from jaxserve.models.attention import Attend, AttentionOptions
 from jaxserve.models.batch import Batch
 from jaxserve.models.config import ExpertsConfig, LatentConfig, LayerKind, ModelConfig, RopeConfig
+from jaxserve.models.leaf_sharding import leaf_shardings, leaf_specs
 from jaxserve.models.lora import (
     LORA_TARGETS,
     abstract_lora,
@@ -50,6 +51,8 @@ __all__ = [
     "forward",
     "ignorable",
     "init_params",
+    "leaf_shardings",
+    "leaf_specs",
     "lora_tree",
     "lora_weights",
     "make_params",

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.matmul import ScaledMatrix, scaled_matmul
+
 Mix = Callable[[jax.Array, jax.Array], jax.Array]
 """From gate and up, float32[N, f] each, to what goes down."""
 
@@ -24,14 +26,14 @@ class ExpertWeights(NamedTuple):
     """Gated MLPs.
 
     Attributes:
-      gate, up: [E, d, f].
+      gate, up: [E, d, f], arrays or scaled; then they are multiplied in "blocks", each widening its expert alone.
       down: [E, f, d].
       gate_bias, up_bias, down_bias: [E, f], [E, f], [E, d], or None.
     """
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
+    gate: jax.Array | ScaledMatrix
+    up: jax.Array | ScaledMatrix
+    down: jax.Array | ScaledMatrix
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
@@ -81,8 +83,9 @@ def _blocks(
 def _mlp(x: jax.Array, own: ExpertWeights, mix: Mix) -> jax.Array:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
-    def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        product = jnp.dot(x, kernel, precision=precision)
+    def linear(x: jax.Array, kernel: jax.Array | ScaledMatrix, bias: jax.Array | None) -> jax.Array:
+        scaled = isinstance(kernel, ScaledMatrix)
+        product = scaled_matmul(x, kernel) if scaled else jnp.dot(x, kernel, precision=precision)
         return product if bias is None else product + bias
 
     gate, up = linear(x, own.gate, own.gate_bias), linear(x, own.up, own.up_bias)

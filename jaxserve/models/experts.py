@@ -17,8 +17,10 @@ from jax.sharding import PartitionSpec
 from jaxserve.models.batch import Batch
 from jaxserve.models.config import ExpertsConfig, ModelConfig
 from jaxserve.models.expert_product import ExpertWeights, expert_product
+from jaxserve.models.leaf_sharding import leaf_specs
 from jaxserve.models.mlp import ACTIVATIONS, MLP, dense_parameters
 from jaxserve.models.parameter import Parameter
+from pallas_kernels.matmul import ScaledMatrix
 
 _AXIS = "model"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -102,7 +104,7 @@ class ExpertStack(nnx.Module):
     def weights(self) -> ExpertWeights:
         """As one tuple."""
         projections = [getattr(self, name) for name in _PROJECTIONS]
-        kernels = (each.kernels[...] for each in projections)
+        kernels = (each.kernels.get_value() for each in projections)
         return ExpertWeights(*kernels, *(None if each.biases is None else each.biases[...] for each in projections))
 
 
@@ -131,7 +133,7 @@ class Experts(nnx.Module):
         own = self.experts.weights()
         mesh = batch.mesh
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        way = "blocks" if platform == "cpu" else "ragged"
+        way = "blocks" if platform == "cpu" or any(isinstance(leaf, ScaledMatrix) for leaf in own) else "ragged"
         product = partial(expert_product, mix=self.mix, way=way)
         if mesh is None or mesh.shape[_AXIS] == 1:
             return _sum(product(x, chosen, own), weights)
@@ -150,7 +152,10 @@ class Experts(nnx.Module):
 
         everywhere = PartitionSpec()
         specs = ExpertWeights(
-            *(spec if leaf is not None else None for spec, leaf in zip(_specs(split), own, strict=True))
+            *(
+                None if leaf is None else leaf_specs(spec, leaf, mesh)
+                for spec, leaf in zip(_specs(split), own, strict=True)
+            )
         )
         return jax.shard_map(
             local,

@@ -7,29 +7,39 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.models.adapted import AdaptedMatrix
-from pallas_kernels.matmul import PackedMatrix, is_packed, packed_matmul
+from pallas_kernels.matmul import (
+    PackedMatrix,
+    ScaledMatrix,
+    is_packed,
+    packed_columns,
+    packed_matmul,
+    scaled_matmul,
+    scaled_rows,
+)
 
 
 def matmul(
-    x: jax.Array, kernel: PackedMatrix, *, transposed: bool = False, out_dtype: jnp.dtype | None = None
+    x: jax.Array, kernel: PackedMatrix | ScaledMatrix, *, transposed: bool = False, out_dtype: jnp.dtype | None = None
 ) -> jax.Array:
     """`x @ kernel` in full precision of x's dtype.
 
     Args:
       x: [N, in].
-      kernel: [in, out], or [out, in] when `transposed`, of x's dtype or one of 16 bits that x's holds; or packed from
-        [in, out], quantised or not (`pallas_kernels.matmul`).
+      kernel: [in, out], or [out, in] when `transposed`, of x's dtype or one of 16 bits that x's holds, or scaled; or
+        packed from [in, out], quantised or not (`pallas_kernels.matmul`).
       out_dtype: of the result; x's when None.
 
     Returns:
       [N, out].
     """
-    if is_packed(kernel):  # always from [in, out], so `transposed` has been seen to
-        return packed_matmul(x, kernel, out_dtype)
     rows = x.shape[0]
+    if not isinstance(kernel, ScaledMatrix) and is_packed(kernel):
+        return packed_matmul(x, kernel, out_dtype)  # always from [in, out], so `transposed` has been seen to
     if rows == 1 and x.dtype != jnp.float32:
         # One row takes XLA CPU's matrix-vector path, which for bfloat16 is ten times slower than two rows.
         x = jnp.concatenate([x, x])
+    if isinstance(kernel, ScaledMatrix):
+        return scaled_matmul(x, kernel, transposed=transposed, out_dtype=out_dtype)[:rows]
     product = jax.lax.dot_general(
         x,
         kernel.astype(x.dtype),
@@ -38,6 +48,13 @@ def matmul(
         preferred_element_type=out_dtype,
     )
     return product[:rows]
+
+
+def embedding_rows(embed: PackedMatrix | ScaledMatrix, token_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows int32[T] of an embedding [V, d], in whatever form it is kept: [T, d]; of its own dtype if it is an array."""
+    if isinstance(embed, ScaledMatrix):
+        return scaled_rows(embed, token_ids, dtype)
+    return packed_columns(embed, token_ids, dtype) if is_packed(embed) else embed[token_ids]
 
 
 def head_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:

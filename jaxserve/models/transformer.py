@@ -23,11 +23,11 @@ from jaxserve.models.attention import Attend
 from jaxserve.models.batch import ONE_DEVICE, Batch
 from jaxserve.models.config import LayerKind, ModelConfig
 from jaxserve.models.decoder_layer import bind_layer
-from jaxserve.models.linear import matmul
+from jaxserve.models.linear import embedding_rows, matmul
 from jaxserve.models.norm import final_norm
 from jaxserve.models.rope import rope_tables
 from jaxserve.models.weights import Weight, make_params
-from pallas_kernels.matmul import can_pack, is_packed, pack, packed_columns
+from pallas_kernels.matmul import can_pack, is_packed, pack
 
 Params = dict[str, Any]
 
@@ -63,9 +63,7 @@ def forward(
     Returns:
       (hidden [T, d], cache): hidden states before the final norm.
     """
-    embed = params["embed"]
-    dtype = params["final_norm"].dtype
-    x = packed_columns(embed, token_ids, dtype) if is_packed(embed) else embed[token_ids].astype(dtype)
+    x = embedding_rows(params["embed"], token_ids, params["final_norm"].dtype)
     if config.embedding_multiplier != 1.0:
         x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
     longest = config.served_length or config.max_position_embeddings

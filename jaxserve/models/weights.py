@@ -12,7 +12,7 @@ of a layer say (`layer_parameters`); what a checkpoint calls them, `ModelConfig.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,19 +116,31 @@ class Weight:
         self, read: Callable[[str, tuple[slice, ...]], Array], dtype: np.dtype[Any], bounds: list[tuple[int, int]]
     ) -> Array:
         part = np.empty([end - first for first, end in bounds], dtype)
+        for place, value in zip(part, self.experts(read, bounds), strict=True):
+            place[...] = value
+        return part
+
+    def experts(
+        self, read: Callable[[str, tuple[slice, ...]], Array], bounds: list[tuple[int, int]] | None = None
+    ) -> Iterator[Array]:
+        """The matrices [in, out], or biases, of every expert in turn; `read` as in `read`.
+
+        Args:
+          bounds: first and end of each dimension of what is wanted; None: all.
+        """
+        bounds = bounds_of(self.shape, ()) if bounds is None else bounds
         own = _turned(bounds[1:]) if self.transpose else bounds[1:]
         if self.columns is not None:
             step = self.columns.step
             own = [*own[:-1], (own[-1][0] * step, own[-1][1] * step)]
         inner = tuple(slice(*each) for each in own)
-        for expert, place in zip(range(*bounds[0]), part, strict=True):
+        for expert in range(*bounds[0]):
             if "{}" in self.hf_name:
                 value = read(self.hf_name.format(expert), inner)
             else:
                 value = read(self.hf_name, (slice(expert, expert + 1), *inner))[0]
             value = value if self.columns is None else value[..., self.columns]
-            place[...] = value.T if self.transpose else value
-        return part
+            yield value.T if self.transpose else value
 
     def put(self, tensor: Array, value: Array) -> None:
         """The inverse of `read`: writes its value to the place that it has in a tensor.

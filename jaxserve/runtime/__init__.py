@@ -7,7 +7,7 @@ from jaxserve.runtime.memory_plan import MemoryPlan
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.step_handles import RowScores, StepHandle, StepOutput
-from jaxserve.runtime.weights_form import arrange_weights, weight_dtype, weights_form
+from jaxserve.runtime.weights_form import arrange_weights, keeps_packed, weight_dtype, weights_form
 
 __all__ = [
     "COMPILES",
@@ -20,6 +20,7 @@ __all__ = [
     "arrange_weights",
     "empty_adapters",
     "enable_compile_cache",
+    "keeps_packed",
     "make_mesh",
     "weight_dtype",
     "weights_form",

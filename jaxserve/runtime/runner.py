@@ -8,7 +8,6 @@ in which they were started. Pool and slot state never leave the device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,7 @@ from jaxserve.runtime.step_handles import PreparedStep, StepHandle, StepOutput
 from jaxserve.runtime.steps import StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.tables import Bucket, BucketTable, TableBuilder
+from pallas_kernels.matmul import num_bytes
 
 
 class ModelRunner:
@@ -350,4 +350,4 @@ def _runs_of(tokens: np.ndarray, num_rows: int) -> StepResult:
 
 
 def _bytes_on_a_device(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
-    return math.prod(sharding.shard_shape(shape)) * int(jax.numpy.dtype(dtype).itemsize)
+    return num_bytes(sharding.shard_shape(shape), dtype)

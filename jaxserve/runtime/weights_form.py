@@ -29,6 +29,21 @@ STACK_ACTIVATIONS = {
 """What `decoder_stack` calls each `hidden_act`."""
 
 
+_LEAST_CAPABILITY_OF_FP8 = (8, 9)
+_IN_BLOCKS = ("gguf", "int8", "int4")
+"""The values of `quantization` that native products take."""
+
+
+def keeps_packed(config: EngineConfig, mesh: Mesh) -> bool:
+    """Whether quantised matrices are kept for native products, not for XLA's."""
+    return (
+        config.quantization in _IN_BLOCKS
+        and config.matmul_implementation != "xla"
+        and _can_be_native(config, mesh)
+        and native.is_available()
+    )
+
+
 def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, loaded: Any = None) -> str:
     """How weights are kept.
 
@@ -36,7 +51,7 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
       loaded: what `abstract_weights` tells of the model; None: all weights are of `dtype`.
 
     Returns:
-      "plain": as loaded.
+      "plain": as loaded; quantised matrices are `ScaledMatrix`, here and in "stacked".
       "stacked": stacked over layers, for one compiled layer body. The default on accelerators; on CPU a scan would copy
         each layer's weights.
       "packed": matrices packed, for products by `pallas_kernels.matmul`.
@@ -45,17 +60,11 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
 
     Raises:
       ValueError: an implementation or quantised matrices are asked for where they cannot be.
-      ImportError: they need numba, which is missing.
+      ImportError: an implementation needs numba, which is missing.
     """
-    can_be_native = _can_be_native(config, mesh)
+    stacked, can_be_native = _is_stacked(config, mesh), _can_be_native(config, mesh)
     if config.quantization is not None:
-        if not can_be_native or config.matmul_implementation == "xla":
-            raise ValueError(
-                f"quantization {config.quantization} needs one CPU device, unstacked layers, dtype"
-                f" {' or '.join(native.NATIVE_DTYPES)} and matmul_implementation auto or native_cpu; leave it out for"
-                " weights of dtype"
-            )
-        native.require()
+        _check_quantization(config, mesh, model_config, loaded)
     asked = [
         name
         for name in ("matmul_implementation", "decoder_implementation")
@@ -66,9 +75,10 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
             f"{asked[0]} native_cpu needs one CPU device, unstacked layers and dtype"
             f" {' or '.join(native.NATIVE_DTYPES)}; use xla"
         )
-    if _are_stacked(config, mesh):
-        return "stacked"
-    if config.matmul_implementation == "xla" or not (can_be_native and native.is_available()):
+    if stacked:
+        return "stacked" if config.quantization is None or _layers_are_alike(config, model_config, loaded) else "plain"
+    can_be_native = can_be_native and native.is_available() and config.quantization in (None, *_IN_BLOCKS)
+    if config.matmul_implementation == "xla" or not can_be_native:
         if config.decoder_implementation == "native_cpu":
             raise ValueError("decoder_implementation native_cpu needs packed weights, not matmul_implementation xla")
         return "plain"
@@ -84,18 +94,70 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
 
 def weight_dtype(config: EngineConfig, mesh: Mesh) -> str:
     """As what matrices that are not quantised are loaded, see `load_model`: "auto" only where they are packed."""
-    is_packed = _can_be_native(config, mesh) and config.matmul_implementation != "xla" and native.is_available()
+    is_packed = (
+        _can_be_native(config, mesh)
+        and config.matmul_implementation != "xla"
+        and config.quantization in (None, *_IN_BLOCKS)
+        and native.is_available()
+    )
     return config.dtype if config.weight_dtype == "auto" and not is_packed else config.weight_dtype
 
 
-def _are_stacked(config: EngineConfig, mesh: Mesh) -> bool:
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return not on_cpu if config.scan_layers is None else config.scan_layers
+def _is_stacked(config: EngineConfig, mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform != "cpu" if config.scan_layers is None else config.scan_layers
 
 
 def _can_be_native(config: EngineConfig, mesh: Mesh) -> bool:
-    is_one_cpu = mesh.devices.flat[0].platform == "cpu" and mesh.size == 1
-    return is_one_cpu and not _are_stacked(config, mesh) and config.dtype in native.NATIVE_DTYPES
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return on_cpu and mesh.size == 1 and not _is_stacked(config, mesh) and config.dtype in native.NATIVE_DTYPES
+
+
+def _check_quantization(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, loaded: Any) -> None:
+    """Raises ValueError if these devices or products cannot have weights so quantised."""
+    name, device = config.quantization, mesh.devices.flat[0]
+    if name not in _IN_BLOCKS:
+        for setting in ("matmul_implementation", "decoder_implementation"):
+            if getattr(config, setting) == "native_cpu":
+                kinds = ", ".join(_IN_BLOCKS)
+                raise ValueError(f"quantization {name} has no native products: use {setting} auto or xla, or {kinds}")
+    experts, size = model_config.experts, mesh.size
+    in_parts = experts is not None and name in _IN_BLOCKS and experts.split(size) == "expert_mlp"
+    if in_parts and experts.inner_size % 32 == 0 and experts.inner_size % (32 * size):
+        raise ValueError(
+            f"quantization {name}: {size} devices share the experts' inner width of {experts.inner_size}, which is not"
+            " in blocks of 32 for each: use int8_channel or fp8"
+        )
+    if device.platform != "gpu":
+        return
+    capability = tuple(map(int, device.compute_capability.split(".")))
+    if name == "fp8" and capability < _LEAST_CAPABILITY_OF_FP8:
+        raise ValueError(
+            f"quantization fp8 needs a GPU of compute capability {'.'.join(map(str, _LEAST_CAPABILITY_OF_FP8))};"
+            f" this one has {device.compute_capability}: use int8_channel"
+        )
+    if any(jnp.dtype(leaf.dtype).name in ("int4", "uint4") for leaf in jax.tree.leaves(loaded)):
+        raise ValueError(
+            f"quantization {name} keeps numbers of 4 bits, which XLA copies to another order in every step on a GPU, so"
+            " that more memory is taken than saved: use int8_channel, fp8 or int8"
+        )
+
+
+def _layers_are_alike(config: EngineConfig, model_config: ModelConfig, loaded: Any) -> bool:
+    """Whether all layers with one kind of MLP have one form, as stacking needs.
+
+    Raises:
+      ValueError: they have not, and stacked layers are asked for.
+    """
+    forms: dict[str, Any] = {}
+    for index, (kind, layer) in enumerate(zip(model_config.mlp_kinds, loaded["layers"], strict=True)):
+        form = jax.tree.structure(layer), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(layer)]
+        if forms.setdefault(kind, form) != form:
+            reason = f"the matrices of layer {index} have other forms than those of the layers before"
+            if config.scan_layers:
+                raise ValueError(f"scan_layers: {reason} (quantization {config.quantization}); leave scan_layers out")
+            log.info("layers are not stacked: %s", reason)
+            return False
+    return True
 
 
 def _why_no_stack(config: EngineConfig, model_config: ModelConfig, loaded: Any) -> str | None:

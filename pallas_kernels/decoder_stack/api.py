@@ -48,7 +48,7 @@ class StackTables(NamedTuple):
 
 def is_stack(layers: Any) -> bool:
     """Whether parameters of layers have the form that `decoder_stack` takes: packed and stacked."""
-    return isinstance(layers, dict) and _arrays(layers["attention"]["o_proj"]["kernel"])[0].ndim in (5, 6)
+    return isinstance(layers, dict) and jax.tree.leaves(layers["attention"]["o_proj"]["kernel"])[0].ndim in (5, 6)
 
 
 def decoder_stack(

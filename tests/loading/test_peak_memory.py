@@ -25,7 +25,9 @@ from jaxserve.loading import load_model, resolve_model
 from jaxserve.runtime import make_mesh
 
 def load(path, quantization):
-    loaded = load_model(resolve_model(path), "float32", mesh=make_mesh(1), quantization=quantization or None)
+    name, _, products = quantization.partition(" ")
+    settings = dict(quantization=name or None, packed=products != "xla")
+    loaded = load_model(resolve_model(path), "float32", mesh=make_mesh(1), **settings)
     return jax.block_until_ready(loaded.params)
 
 small, large, quantization = sys.argv[1:]
@@ -99,6 +101,15 @@ def test_converting_holds_a_few_tensors(form, tiny_model_dir, tmp_path):
     num_bytes, grown_bytes = measure(tiny_model_dir, path, form, child=CONVERTING)
     assert num_bytes > 120e6
     assert grown_bytes < 0.4 * num_bytes
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_model_is_quantised_some_columns_at_a_time(quantization, tiny_model_dir, tmp_path):
+    path = write_tiny_model(tmp_path / "model", **SIZES)
+    num_bytes, grown_bytes = measure(tiny_model_dir, path, f"{quantization} xla")
+    assert num_bytes < 45e6
+    # In float32 it would be 160 MB.
+    assert grown_bytes < num_bytes + 70e6
 
 
 def test_stacking_may_consume_the_layers():

@@ -26,6 +26,7 @@ from jaxserve.models.config import LayerKind
 from jaxserve.models.decoder_layer import bind_layer
 from jaxserve.models.expert_product import ExpertWeights, expert_product
 from jaxserve.models.experts import route
+from pallas_kernels.matmul import QuantisedForm, ScaledForm, ScaledMatrix, abstract_scaled, scaled_form, widened
 from tests.models.tiny_models import dense_attend, load
 
 WAYS = ("blocks", "ragged")
@@ -236,3 +237,24 @@ def test_layers_of_qwen3_moe_are_dense_where_its_config_says():
 def test_impossible_mixtures_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ExpertsConfig(**{"num_experts": 8, "num_chosen": 2, "inner_size": 4, **settings})
+
+
+@pytest.mark.parametrize("form", [scaled_form(QuantisedForm(8)), ScaledForm("float8_e4m3fn")], ids=["int8", "fp8"])
+def test_scaled_experts_give_what_their_values_give(form):
+    rng = np.random.default_rng(0)
+
+    def scaled(*shape):
+        shapes = abstract_scaled(shape, form)
+        numbers = jnp.asarray(rng.integers(-100, 100, shape), jnp.float32).astype(shapes.numbers.dtype)
+        scales = jnp.asarray(rng.uniform(0.001, 0.002, shapes.scales.shape), shapes.scales.dtype)
+        return ScaledMatrix(numbers, scales)
+
+    kept = ExpertWeights(scaled(4, 32, 64), scaled(4, 32, 64), scaled(4, 64, 32))
+    wide = ExpertWeights(*(None if each is None else widened(each, jnp.float32) for each in kept))
+    x, chosen = jnp.asarray(rng.normal(size=(9, 32)), jnp.float32), jnp.asarray(rng.integers(0, 5, (9, 2)))
+    found, wanted = (
+        expert_product(x, chosen, each, lambda g, u: jnp.tanh(g) * u, way="blocks") for each in (kept, wide)
+    )
+    assert np.abs(wanted).max() > 0.1
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(found)[np.asarray(chosen) == 4].any()

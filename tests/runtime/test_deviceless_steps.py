@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.models import abstract_params, model_config_from_hf, param_shardings, stack_layers
+from jaxserve.loading.quantised_weights import abstract_params_of, quantised_forms
+from jaxserve.models import (
+    abstract_params,
+    leaf_shardings,
+    make_params,
+    model_config_from_hf,
+    param_shardings,
+    stack_layers,
+    weights,
+)
 from jaxserve.runtime.kv_pool import PoolLayout
 from jaxserve.runtime.programs import ProgramTable, _check_in_place
 from jaxserve.tables import Bucket
@@ -98,3 +107,20 @@ def test_swaps_write_pages_in_place(target, num_devices, model, page_size, kv_ca
     kv, programs = make_programs(target, num_devices, model, page_size, kv_cache_dtype)
     programs.compile_swaps(PAGES)  # raises if the pool is not aliased, or copied
     assert programs.scatter.memory_analysis().temp_size_in_bytes < kv.bytes_on_a_device(PAGES) / 8
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("quantization", ["int8_channel", "fp8"])
+def test_a_step_with_quantised_weights_keeps_no_widened_matrix(quantization):
+    """The embedding, which is the output layer too, is the largest matrix of this model by far."""
+    kv, plain = make_programs("v5e", 1, "smollm2-135m", 16, "bfloat16")
+    forms = quantised_forms(quantization, kv.config, weights(kv.config), None, packed=False)
+    assert ("embed",) in forms
+    tree = make_params(kv.config, lambda weight: abstract_params_of(weight, forms, jnp.dtype(jnp.bfloat16)))
+    shapes = jax.eval_shape(stack_layers, tree)
+    shardings = jax.tree.map(leaf_shardings, param_shardings(kv.config, kv.mesh, stacked=True), shapes)
+    params = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+    quantised = ProgramTable(kv, params, max_num_seqs=64, dtype="bfloat16")
+    with jax.sharding.use_abstract_mesh(kv.mesh.abstract_mesh):
+        temps = [each.compile(BUCKETS[1], PAGES).memory_analysis().temp_size_in_bytes for each in (plain, quantised)]
+    assert temps[1] < temps[0] + kv.config.vocab_size * kv.config.hidden_size / 4, temps
