@@ -200,8 +200,7 @@ FLAGS: tuple[Flag, ...] = (
         (
             "quantization",
             ChoiceParser(QUANTIZATIONS),
-            "keep weights quantised: a GGUF file's blocks, int8 or int4 in blocks of 32, or int8 or fp8 with a scale"
-            " per output channel",
+            "keep weights quantised: in blocks (gguf: the file's own), or with a scale per output channel",
         ),
         (
             "weight_dtype",
