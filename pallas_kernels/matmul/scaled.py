@@ -137,7 +137,7 @@ def scaled_matmul(
         contracted = (((1,), (in_axis,)), ((), ()))
         return jax.lax.dot_general(x, kernel, contracted, precision=precision, preferred_element_type=dtype)
 
-    if matrix.scales.shape[in_axis] == 1:
+    if matrix.scales.shape[in_axis] == 1 and matrix.minima is None:
         by_column = product(matrix.numbers.astype(x.dtype), jnp.dtype(jnp.float32)) * matrix.scales.reshape(1, -1)
         return by_column.astype(out_dtype)
     return product(widened(matrix, x.dtype), out_dtype)

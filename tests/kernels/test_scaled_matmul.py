@@ -169,3 +169,13 @@ def test_a_scaled_matrix_goes_through_a_scan_and_keeps_its_form():
     assert stacked.numbers.dtype == jnp.uint4
     own = jax.tree.map(lambda leaf: leaf[1], stacked)
     np.testing.assert_array_equal(widened(own, jnp.float32), widened(make(FORMS[3]), jnp.float32))
+
+
+def test_a_column_of_one_block_keeps_its_minimum():
+    shapes = abstract_scaled((32, OUT), FORMS[3])
+    whole = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
+    put_columns(whole, slice(0, OUT), quantise(COLUMNS[:, :32], 4))
+    matrix = jax.tree.map(jnp.asarray, whole)
+    x = jnp.ones((2, 32), jnp.float32)
+    np.testing.assert_allclose(scaled_matmul(x, matrix), x @ widened(matrix, jnp.float32), rtol=1e-5, atol=1e-5)
+    assert np.abs(widened(matrix, jnp.float32) - COLUMNS[:, :32].T).max() < 0.3
