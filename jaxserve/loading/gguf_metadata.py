@@ -62,7 +62,7 @@ def model_metadata(config: ModelConfig, end_tokens: list[int]) -> Metadata:
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        ARCHITECTURES[arch].epsilon: float(config.rms_norm_eps),
         "rope.dimension_count": rotary_dim(rope, config.head_dim),
         "rope.freq_base": float(rope.theta),
         **_scaling(rope),
