@@ -92,28 +92,35 @@ def inputs(config, dtype, pool_dtype, decode=DECODE, chunks=CHUNKS, tokens=TOKEN
             pool[:, page, :, :, :held] = rng.standard_normal(kept.shape)
     page_ids = np.where(of_rows >= 0, pages[of_rows, positions // PAGE], 0)
     tables = StackTables(
-        np.asarray(decode, np.int32), pages[:rows], starts, context, pages[rows:], page_ids, positions % PAGE
+        np.asarray(decode, np.int32),
+        pages[None, :rows],
+        starts,
+        context,
+        pages[None, rows:],
+        page_ids[None],
+        positions % PAGE,
     )
     tables = StackTables(*(jnp.asarray(table, jnp.int32) for table in tables))
     ids = jnp.asarray(rng.integers(0, config.vocab_size, tokens), jnp.int32)
     return ids, jnp.asarray(positions), jnp.asarray(pool, pool_dtype), tables, of_rows >= 0
 
 
-def one_by_one(config, params, ids, positions, pool, tables):
+def one_by_one(config, params, ids, positions, pool, tables, places=None):
     rows = tables.decode_position.shape[0]
 
     def attend(layer, q, k, v, cache, options):
-        cache = write_kv(cache, layer, k, v, tables.page_ids, tables.offsets, implementation="xla")
+        group, place = (0, layer) if places is None else jnp.asarray(places)[layer]
+        cache = write_kv(cache, place, k, v, tables.page_ids[group], tables.offsets, implementation="xla")
         over = partial(paged_attention, implementation="reference", **options._asdict())
-        decode = over(q[:rows], cache, layer, tables.decode_pages, tables.decode_position + 1)
-        chunks = (tables.prefill_pages, tables.prefill_context, tables.prefill_starts)
-        return jnp.concatenate([decode, over(q[rows:], cache, layer, *chunks)]), cache
+        decode = over(q[:rows], cache, place, tables.decode_pages[group], tables.decode_position + 1)
+        chunks = (tables.prefill_pages[group], tables.prefill_context, tables.prefill_starts)
+        return jnp.concatenate([decode, over(q[rows:], cache, place, *chunks)]), cache
 
     return forward(config, params, ids, positions, attend, pool)
 
 
-@partial(jax.jit, static_argnums=0)
-def in_one_call(config, params, ids, positions, pool, tables):
+@partial(jax.jit, static_argnums=(0, 6))
+def in_one_call(config, params, ids, positions, pool, tables, places=None):
     def run_layers(layers, x, rope, cache):
         return decoder_stack(
             x,
@@ -124,6 +131,7 @@ def in_one_call(config, params, ids, positions, pool, tables):
             sliding_windows=config.sliding_windows,
             rms_norm_eps=config.rms_norm_eps,
             activation=ACTIVATIONS.get(config.hidden_act, config.hidden_act),
+            places=places,
         )
 
     return forward(config, params, ids, positions, None, pool, run_layers)
@@ -255,10 +263,10 @@ def test_nan_stays_with_its_row():
     ("change", "message"),
     [
         (lambda x, layers, pool: (x[:, :32], layers, pool), r"attention q_proj is \[2, 2, 64, 32, 1\]; it must be"),
-        (lambda x, layers, pool: (x[:3], layers, pool), r"page_ids is \[19\]; it must be \[3\]"),
+        (lambda x, layers, pool: (x[:3], layers, pool), r"page_ids is \[1, 19\]; it must be \[1, 3\]"),
         (lambda x, layers, pool: (x.astype(jnp.float16), layers, pool), "float32 or bfloat16 are supported"),
         (lambda x, layers, pool: (x, layers, pool.astype(jnp.int8)), "float32 or bfloat16 are supported"),
-        (lambda x, layers, pool: (x, layers, pool[:1]), r"it must be \[1"),
+        (lambda x, layers, pool: (x, layers, pool[:1]), r"there are 1 groups of 1 places"),
         (lambda x, layers, pool: (x.astype(jnp.bfloat16), layers, pool), r"it must be \[2, 2, 32, 32, 2\]"),
     ],
     ids=["hidden size", "tokens", "dtype", "pool dtype", "layers", "weights' dtype"],

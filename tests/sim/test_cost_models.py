@@ -52,9 +52,9 @@ def test_features_under_a_sliding_window_by_hand():
         prefill=(PrefillChunk("c", 2, 3, (1, 1), False), PrefillChunk("d", 3, 0, (1, 1, 1, 1, 1, 1), True)),
     )
     # a reads 4 and b 3; c's tokens attend to 4 and 4 of tokens 0 to 4, d's to 1, 2, 3, 4, 4 and 4 of 6.
-    assert features_of(plan, 4) == StepFeatures(2, 7, 8, 26, 5 + 6, 3)
+    assert features_of(plan, (4,)) == StepFeatures(2, 7, 8, 26, 5 + 6, 3)
     run = StepPlan(0, DecodeRows(("a",), (0,), (2,), (3,)), num_steps=3)
-    assert plan_s(LinearCost(0.0, 0.0, 1.0, 0.0, 0.0), run, (3,), 4) == (3.0 + 4.0 + 4.0, 3)
+    assert plan_s(LinearCost(0.0, 0.0, 1.0, 0.0, 0.0), run, (3,), (4,)) == (3.0 + 4.0 + 4.0, 3)
 
 
 def test_unit_and_linear():
