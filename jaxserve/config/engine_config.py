@@ -116,9 +116,13 @@ class SchedulerConfig(PolicyConfig):
     @property
     def most_pages_per_seq(self) -> int:
         """Pages that a sequence holds at once, at most, in all groups of layers together."""
-        chunk = min(self.prefill_chunk, self.max_num_batched_tokens)
-        count = max(chunk, self.max_decode_steps)
+        count = max(min(self.prefill_chunk, self.max_num_batched_tokens), self.max_decode_steps)
         return sum(min(self.pages_per_seq, self.pages_spanned(count, window)) for window in self.windows)
+
+    def pages_needed(self, num_tokens: int) -> int:
+        """Pages without which a sequence of `num_tokens` cannot run, in all groups of layers together."""
+        pages, chunk = -(-num_tokens // self.page_size), min(self.prefill_chunk, self.max_num_batched_tokens)
+        return sum([min(pages, self.pages_spanned(chunk, window)) if window else pages for window in self.windows])
 
     def pages_spanned(self, num_tokens: int, window: int) -> int:
         """Pages that `num_tokens` successive tokens and all that they see under a window (0: none) lie in, at most."""

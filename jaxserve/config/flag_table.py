@@ -189,7 +189,7 @@ FLAGS: tuple[Flag, ...] = (
         (
             "group_windows",
             ListParser(IntParser(low=0)),
-            "windows of groups of layers with pages of their own, as 0,512,512; a page is one group's; default: one group",
+            "windows of groups of layers with pages of their own, as 0,512,512 (0: all); default: one group",
         ),
     ),
     *_engine(

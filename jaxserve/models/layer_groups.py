@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MAX_WASTE = 0.15
+MAX_WASTE = 0.1
 """Share by which empty places may make a request longer in bytes, at any length up to the longest."""
 MIN_SAVING = 0.1
 """Share of a longest request's bytes that groups must save."""
@@ -22,8 +22,8 @@ class LayerGroups:
     """Layers in groups of equal size.
 
     Attributes:
-      windows: of each group the number of latest tokens that a query sees, itself included; 0: all. Groups of one window
-        stand together.
+      windows: of each group the number of latest tokens that a query sees, itself included; 0: all. Groups of one
+        window stand together.
       size: layers of a group, empty places included.
       places: of each layer its group and its place in it.
     """
@@ -45,7 +45,7 @@ def one_group(windows: Sequence[int | None]) -> LayerGroups:
 
 
 def group_layers(windows: Sequence[int | None], max_model_len: int, page_size: int) -> LayerGroups:
-    """The greatest groups that waste little; one, where several would not save a tenth of a longest request's bytes.
+    """The fewest groups that waste little; one, where several would not save a tenth of a longest request's bytes.
 
     Args:
       windows: of each layer, see `ModelConfig.sliding_windows`.
@@ -64,14 +64,15 @@ def group_layers(windows: Sequence[int | None], max_model_len: int, page_size: i
         return min(pages, -(-(bound - 1) // page_size) + 1) if bound else pages
 
     least = sum(len(layers) * held(bound) for bound, layers in layers_of.items())
-    size = max(size for size in range(1, len(windows)) if _waste(layers_of, size, held, least) <= MAX_WASTE)
-    bytes_of_groups = sum(size * -(-len(layers) // size) * held(bound) for bound, layers in layers_of.items())
-    if bytes_of_groups > (1 - MIN_SAVING) * len(windows) * held(together.windows[0]):
+    sizes = [size for size in range(1, len(windows)) if _waste(layers_of, size, held, least) <= MAX_WASTE]
+    size = min(sizes, key=lambda size: (sum(_num_groups(layers_of, size).values()), size))
+    needed = sum(size * count * held(bound) for bound, count in _num_groups(layers_of, size).items())
+    if needed > (1 - MIN_SAVING) * len(windows) * held(together.windows[0]):
         return together
     group_windows: list[int] = []
     places: dict[int, tuple[int, int]] = {}
-    for bound, layers in layers_of.items():
-        first, count = len(group_windows), -(-len(layers) // size)
+    for bound, count in _num_groups(layers_of, size).items():
+        first, layers = len(group_windows), layers_of[bound]
         group_windows += [bound] * count
         # By turns, so that in a pattern of windows that repeats the layers of one place in it are mostly one group's.
         places |= {layer: (first + index % count, index // count) for index, layer in enumerate(layers)}
@@ -81,7 +82,11 @@ def group_layers(windows: Sequence[int | None], max_model_len: int, page_size: i
 def _waste(layers_of: dict[int, list[int]], size: int, held: Callable[[int], int], least: int) -> float:
     """By which share a request is longer than without empty places: a short one, or one of the greatest length."""
     num_layers = sum(map(len, layers_of.values()))
-    num_groups = {bound: -(-len(layers) // size) for bound, layers in layers_of.items()}
+    num_groups = _num_groups(layers_of, size)
     short = size * sum(num_groups.values()) / num_layers
     long = size * sum(count * held(bound) for bound, count in num_groups.items()) / least
     return max(short, long) - 1
+
+
+def _num_groups(layers_of: dict[int, list[int]], size: int) -> dict[int, int]:
+    return {bound: -(-len(layers) // size) for bound, layers in layers_of.items()}

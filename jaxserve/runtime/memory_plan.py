@@ -27,7 +27,7 @@ class MemoryPlan:
       num_host_pages, host_bytes: of the host pool for swapped requests; on the host, not the device.
       most_pages_per_seq: pages that a request holds at once, at most.
       sliding_window: tokens that bound it; 0: none do, a request holds the pages of all its tokens.
-      group_windows: windows of groups of layers that have pages of their own, as in `SchedulerConfig`; empty: one group.
+      group_windows: windows of groups of layers that have pages of their own, see `SchedulerConfig`; empty: one group.
       layers_per_group: that a page is of.
       max_model_len: most tokens of a request.
     """

@@ -60,9 +60,7 @@ class Reservation:
 
     def pages_needed(self, request: Request) -> int:
         """Pages that must exist in the whole pool for `request` ever to run, outputs computed again as prompts too."""
-        pages, config = self._pages_of(request.num_prompt_tokens + request.max_tokens), self._config
-        spanned = (config.pages_spanned(self._chunk, window) if window else pages for window in config.windows)
-        return sum([min(pages, most) for most in spanned])
+        return self._config.pages_needed(request.num_prompt_tokens + request.max_tokens)
 
     def reserve(
         self,

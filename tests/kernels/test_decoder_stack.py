@@ -176,6 +176,36 @@ def test_decode_and_prefill_together_are_the_layers_one_by_one(model, dtype, poo
     np.testing.assert_allclose(found_pool[:, 1:], wanted_pool[:, 1:], atol=2e-5 if dtype == "float32" else 0.1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("places", [((0, 0), (1, 0)), ((1, 0), (0, 0)), ((1, 1), (0, 1))], ids=str)
+@pytest.mark.parametrize("model", ["windows"], indirect=True)
+def test_layers_in_groups_have_the_bits_of_layers_in_one(model, places, dtype):
+    """The layers' pages side by side in a pool of as many places as a group has; each has a table of its own."""
+    config, params = model[0], packed(model[0], cast(model[1], dtype))
+    ids, positions, pool, tables, _ = inputs(config, dtype, dtype)
+    wanted, wanted_pool = in_one_call(config, params, ids, positions, pool, tables)
+    count, (size, num_groups) = pool.shape[1], (max(place for _, place in places) + 1, 2)
+    grouped = jnp.full((size, num_groups * count, *pool.shape[2:]), jnp.nan, pool.dtype)
+    for layer, (group, place) in enumerate(places):
+        grouped = grouped.at[place, group * count : (group + 1) * count].set(pool[layer])
+
+    def of_groups(table):
+        return jnp.concatenate([jnp.where(table > 0, table + group * count, 0) for group in range(num_groups)])
+
+    own = {name: of_groups(getattr(tables, name)) for name in ("decode_pages", "prefill_pages", "page_ids")}
+    found, found_pool = in_one_call(config, params, ids, positions, grouped, tables._replace(**own), places)
+    np.testing.assert_array_equal(numbers(found), numbers(wanted))
+    for layer, (group, place) in enumerate(places):
+        part = found_pool[place, group * count + 1 : (group + 1) * count]
+        np.testing.assert_array_equal(numbers(part), numbers(wanted_pool[layer, 1:]))
+    one, other = one_by_one(config, cast(model[1], dtype), ids, positions, grouped, tables._replace(**own), places)
+    live = np.isfinite(numbers(one)).all(axis=1) & (numbers(found) != 0).any(axis=1)
+    scale = np.abs(numbers(one)[live]).max()
+    atol = 3e-6 if dtype == "float32" else 3e-2
+    np.testing.assert_allclose(numbers(found)[live] / scale, numbers(one)[live] / scale, atol=atol)
+    assert other.shape == grouped.shape
+
+
 @pytest.mark.parametrize(("bits", "dtype"), [(4, "float32"), (4, "bfloat16"), (8, "bfloat16")])
 @pytest.mark.parametrize("model", ["plain", "biases"], indirect=True)
 def test_quantised_layers_are_the_layers_of_their_numbers(model, bits, dtype):

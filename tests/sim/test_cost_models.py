@@ -57,6 +57,21 @@ def test_features_under_a_sliding_window_by_hand():
     assert plan_s(LinearCost(0.0, 0.0, 1.0, 0.0, 0.0), run, (3,), (4,)) == (3.0 + 4.0 + 4.0, 3)
 
 
+def test_features_of_groups_of_layers_are_the_mean():
+    plan = StepPlan(
+        0,
+        decode=DecodeRows.of([DecodeRow("a", 0, 9), DecodeRow("b", 1, 2)]),
+        prefill=(PrefillChunk("c", 2, 3, (1, 1), False),),
+    )
+    full, windowed = features_of(plan), features_of(plan, (4,))
+    assert (full.decode_context, full.prefill_attention, full.prefill_context) == (13, 9, 5)
+    assert (windowed.decode_context, windowed.prefill_attention, windowed.prefill_context) == (7, 8, 5)
+    both = features_of(plan, (0, 4, 4))
+    assert (both.decode_context, both.prefill_attention, both.prefill_context) == (27 // 3, 25 // 3, 15 // 3)
+    run = StepPlan(0, DecodeRows(("a",), (0,), (2,), (3,)), num_steps=3)
+    assert plan_s(LinearCost(0.0, 0.0, 1.0, 0.0, 0.0), run, (3,), (0, 4)) == (3.0 + 4.0 + 4.0, 3)
+
+
 def test_unit_and_linear():
     features = StepFeatures(2, 15, 5, 15, 8, 3)
     assert UnitCost().step_s(features) == 1.0
