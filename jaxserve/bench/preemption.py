@@ -11,7 +11,7 @@ from typing import Any
 from absl.flags import FlagValues
 
 from jaxserve import LLM
-from jaxserve.bench.offline import PAGE_SIZE, make_llm, make_requests, one_run
+from jaxserve.bench.offline import make_llm, make_requests, one_run
 from jaxserve.bench.report import Column, report
 from jaxserve.config.policy_config import PREEMPTIONS
 

@@ -1,7 +1,7 @@
 """Models of which some layers have a sliding window: layers in groups, each with pages of its own.
 
-What a request gets is what it gets where all layers are one group and no page is ever given back. Nothing of a page that
-was given back is read: the null page, which stands for it, holds NaN, and so do pages that nobody has written yet.
+What a request gets is what it gets where all layers are one group and no page is ever given back. Nothing of a page
+that was given back is read: the null page, which stands for it, holds NaN, and so do pages that nobody has written yet.
 """
 
 import jax
