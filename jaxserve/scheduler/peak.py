@@ -55,7 +55,7 @@ def _additional_pages(
 ) -> list[int]:
     """By moment, from the last to the first, the additional pages of the groups of one window; 0 first, for none.
 
-    If all groups have this window, moments that cannot be the peak are not counted to the end.
+    If all groups have this window, the peak alone: moments that cannot be it are not counted to the end.
     """
     size, ahead = config.page_size, config.max_steps_ahead
     num_groups, counts_all = len(groups), len(groups) < len(config.windows)
@@ -65,14 +65,14 @@ def _additional_pages(
     rows = []
     num_private = 0
     for sequence in sequences:
-        private = held = 0
-        for group in groups:
-            own = sequence.holdings[group].pages
-            private += pages.num_private(own, shared)
-            held += len(own)
+        holdings = sequence.holdings
+        own = holdings[groups[0]].pages
+        if num_groups > 1:
+            own = [page for group in groups for page in holdings[group].pages]
+        private = pages.num_private(own, shared)
         num_private += private
         scheduled = sequence.num_scheduled
-        rows.append((sequence.num_kv_tokens - scheduled, scheduled, held - private))
+        rows.append((sequence.num_kv_tokens - scheduled, scheduled, len(own) - private))
     rows.sort(reverse=True)
     num_by_remainder = [0] * size
     # Of all groups the pages that others share and those that have been returned; of one the full pages of those that
@@ -103,7 +103,8 @@ def _additional_pages(
         elif counts_all or lent + num_groups * (of_one + count) > peak:
             of_one += sum(num_by_remainder[size - rest + 1 :])
         additional = lent + num_groups * of_one
-        if additional > peak:
+        if counts_all:
+            found.append(additional)
+        elif additional > peak:
             peak = additional
-        found.append(additional)
-    return found
+    return found if counts_all else [peak]

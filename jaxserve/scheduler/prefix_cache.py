@@ -89,7 +89,7 @@ class PrefixCache:
 
     def enter(self, name: bytes, page: int, group: int = 0) -> None:
         """An owned page's content is written; ignored when the name in its group, or the page, has an entry."""
-        key = entry_key(name, group)
+        key = entry_key(name, group) if group else name
         if key not in self._page_of and page not in self.name_of:
             self._page_of[key] = page
             self.name_of[page] = key
@@ -98,7 +98,7 @@ class PrefixCache:
         """Pages of the longest run of `names` that is there."""
         pages = []
         for name in names:
-            page = self._page_of.get(entry_key(name, group))
+            page = self._page_of.get(entry_key(name, group) if group else name)
             if page is None:
                 break
             pages.append(page)

@@ -141,8 +141,9 @@ class Reservation:
 
     def take_one_each(self, sequences: Items[Sequence]) -> None:
         """`take` of one page in every group for several sequences."""
-        for sequence in sequences:
-            for holding in sequence.holdings:
+        for group in range(self._num_groups):
+            for sequence in sequences:
+                holding = sequence.holdings[group]
                 assert holding.num_promised, f"{sequence.request_id} takes a page that was not promised"
                 holding.num_promised -= 1
         self.num_promised -= len(sequences) * self._num_groups
@@ -273,7 +274,9 @@ class Exact(Reservation):
             return True
         # `decode_ready`, compared in place: a call per running sequence would show.
         in_step = [s for s in running if s.num_scheduled >= s.num_prefill_tokens and s is not victim]
-        left -= self.num_promised - sum([holding.num_promised for other in in_step for holding in other.holdings])
+        left -= self.num_promised
+        for group in range(self._num_groups):
+            left += sum([other.holdings[group].num_promised for other in in_step])
         shared = frozenset([page for _, pages in found or () for page in pages])
         if left < 0 or peak_of_additional_pages(in_step, shared, self._pages, self._config) > left:
             return False

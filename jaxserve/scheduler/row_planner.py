@@ -128,12 +128,11 @@ class RowPlanner(Moves):
     def _take_page_each(self, sequences: Items[Sequence], pages: list[PageUpdate]) -> None:
         """`_take_pages` of one page in every group for several sequences."""
         self._reservation.take_one_each(sequences)
-        new = self._pages.allocate(len(sequences) * len(self._windows))
-        new.reverse()
-        for sequence in sequences:
-            for holding in sequence.holdings:
-                page, held = new.pop(), holding.pages
-                pages.append(PageUpdate(sequence.slot, holding.num_passed + len(held), (page,), holding.group))
+        for group in range(len(self._windows)):
+            for sequence, page in zip(sequences, self._pages.allocate(len(sequences)), strict=True):
+                holding = sequence.holdings[group]
+                held = holding.pages
+                pages.append(PageUpdate(sequence.slot, holding.num_passed + len(held), (page,), group))
                 held.append(page)
                 if holding.gives_back:
                     self._pages.will_pass(page)
