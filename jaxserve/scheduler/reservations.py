@@ -139,14 +139,12 @@ class Reservation:
         holding.num_promised -= count
         self.num_promised -= count
 
-    def take_one_each(self, sequences: Items[Sequence]) -> None:
-        """`take` of one page in every group for several sequences."""
-        for group in range(self._num_groups):
-            for sequence in sequences:
-                holding = sequence.holdings[group]
-                assert holding.num_promised, f"{sequence.request_id} takes a page that was not promised"
-                holding.num_promised -= 1
-        self.num_promised -= len(sequences) * self._num_groups
+    def take_one_each(self, holdings: Items[Holding]) -> None:
+        """`take` of one page each."""
+        for holding in holdings:
+            assert holding.num_promised, f"a page of group {holding.group} is taken that was not promised"
+            holding.num_promised -= 1
+        self.num_promised -= len(holdings)
 
     def release(self, sequence: Sequence) -> None:
         """Takes every promise back."""

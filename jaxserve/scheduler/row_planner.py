@@ -127,10 +127,11 @@ class RowPlanner(Moves):
 
     def _take_page_each(self, sequences: Items[Sequence], pages: list[PageUpdate]) -> None:
         """`_take_pages` of one page in every group for several sequences."""
-        self._reservation.take_one_each(sequences)
         for group in range(len(self._windows)):
-            for sequence, page in zip(sequences, self._pages.allocate(len(sequences)), strict=True):
-                holding = sequence.holdings[group]
+            holdings = [sequence.holdings[group] for sequence in sequences]
+            self._reservation.take_one_each(holdings)
+            new = self._pages.allocate(len(sequences))
+            for sequence, holding, page in zip(sequences, holdings, new, strict=True):
                 held = holding.pages
                 pages.append(PageUpdate(sequence.slot, holding.num_passed + len(held), (page,), group))
                 held.append(page)

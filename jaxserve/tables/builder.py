@@ -97,6 +97,7 @@ class TableBuilder:
         # With a last row or column for the scratch slot, so that padding is gathered like everything else.
         slots = config.max_num_seqs + 1
         self._pages = np.zeros((len(config.windows), slots, config.pages_per_seq), np.int32)
+        self._pages_of = list(self._pages)  # the same, by group
         # A row per field, as in the blobs.
         self._ints = np.zeros((len(SAMPLING_INTS), slots), np.int32)
         self._floats = np.zeros((len(SAMPLING_FLOATS), slots), np.float32)
@@ -213,17 +214,17 @@ class TableBuilder:
     def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
         for placement in plan.placements:
             self._place(placement.slot, request_of(placement.request_id))
-        pages, num_pages = self._pages, self._num_pages
+        pages_of, num_pages, least_pages = self._pages_of, self._num_pages, self._least_pages
         for slot, first, page_ids, group in plan.pages:
-            least = self._least_pages[group]
+            pages, least = pages_of[group], least_pages[group]
             # Kernels do not check ids: one out of range would read or write some other memory.
             if len(page_ids) == 1:  # most updates: the next page of a slot whose last one is full
                 (page,) = page_ids
                 assert least <= page < num_pages, (slot, group, first, page, num_pages)
-                pages[group, slot, first] = page
+                pages[slot, first] = page
             else:
                 assert least <= min(page_ids) <= max(page_ids) < num_pages, (slot, group, first, page_ids, num_pages)
-                pages[group, slot, first : first + len(page_ids)] = page_ids
+                pages[slot, first : first + len(page_ids)] = page_ids
 
     def _place(self, slot: int, request: Request) -> None:
         params = request.params
@@ -256,7 +257,7 @@ class TableBuilder:
         fields["decode_position"][:count] = positions
         fields["decode_slot"][:count] = fields["slot"][:count] = slots
         fields["sample_position"][:count] = positions + 1
-        for tables, pages in zip(self._pages, fields["decode_pages"], strict=True):
+        for tables, pages in zip(self._pages_of, fields["decode_pages"], strict=True):
             tables[:, : pages.shape[1]].take(slots, axis=0, out=pages[:count], mode="clip")
 
     def _limits(self, rows: DecodeRows, bucket: Bucket) -> NDArray[np.int32]:
