@@ -88,7 +88,8 @@ def test_a_step_compiles_with_kernels_and_does_not_copy_the_pool(
 def test_layers_in_groups_do_not_copy_the_pool(target, bucket, kv_cache_dtype):
     """Five layers with a window to one without, as in Gemma 3: six groups of five in one scan."""
     windows = ((512,) * 5 + (None,)) * 5
-    kv, programs = make_programs(target, 1, "smollm2-135m", 16, kv_cache_dtype, windows)
+    page_size = 128 if kv_cache_dtype == "int8" else 16
+    kv, programs = make_programs(target, 1, "smollm2-135m", page_size, kv_cache_dtype, windows)
     assert kv.groups.windows == (0, *(512,) * 5) and kv.groups.size == 5
     num_pages = 6 * PAGES
     with jax.sharding.use_abstract_mesh(kv.mesh.abstract_mesh):
