@@ -11,7 +11,7 @@ from typing import Any
 from absl.flags import FlagValues
 
 from jaxserve import LLM
-from jaxserve.bench.offline import PAGE_SIZE, make_llm, make_requests, one_run
+from jaxserve.bench.offline import make_llm, make_requests, one_run
 from jaxserve.bench.report import Column, report
 from jaxserve.config.policy_config import PREEMPTIONS
 
@@ -43,14 +43,15 @@ def run(flags: FlagValues) -> None:
 
 def measure(flags: FlagValues, dtype: str, slots: int) -> list[dict[str, Any]]:
     """A result per mode, medians over the runs; the first is the one with ample pages."""
-    pages_per_seq = -(-(flags.prompt_tokens + flags.output_tokens) // PAGE_SIZE)
+    llms = {AMPLE: make_llm(flags, dtype, slots)}
+    config = llms[AMPLE].engine.runner.scheduler_config
+    pages_per_seq = config.pages_needed(flags.prompt_tokens + flags.output_tokens)
     num_pages = int(slots * pages_per_seq * flags.page_share) + 1
     if num_pages <= pages_per_seq:
         raise ValueError(
             f"page_share is {flags.page_share:g}: {num_pages - 1} pages for {slots} slots; a request needs"
             f" {pages_per_seq}, so it must be at least {pages_per_seq / (slots * pages_per_seq):.2g}"
         )
-    llms = {AMPLE: make_llm(flags, dtype, slots)}
     for mode in MODES:
         scarce: dict[str, Any] = {"num_pages": num_pages, "reservation": "optimistic", "preemption": mode}
         llms[mode] = make_llm(flags, dtype, slots, **scarce)

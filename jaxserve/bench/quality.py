@@ -117,8 +117,9 @@ def sizes(llm: LLM) -> dict[str, float]:
     """Bytes of weights and of a token's K and V."""
     runner = llm.engine.runner
     weights = sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(runner.params))
-    page_size = runner.scheduler_config.page_size
-    return {"weights_mib": weights / 2**20, "kv_bytes_per_token": runner.page_bytes / page_size}
+    config = runner.scheduler_config
+    token_bytes = runner.page_bytes * len(config.windows) / config.page_size
+    return {"weights_mib": weights / 2**20, "kv_bytes_per_token": token_bytes}
 
 
 def score(llm: LLM, windows: list[list[int]], folder: Path, *, is_reference: bool) -> dict[str, Any]:

@@ -20,6 +20,8 @@ DECODER_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
 QUANTIZATIONS = ("gguf", "int8", "int4", "int8_channel", "fp8")
 MAX_PAGE_SIZE = 256
 MAX_LORA_RANK = 512
+MAX_GROUPS = 255
+"""Most groups of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class SchedulerConfig(PolicyConfig):
       arrivals_claim_slots: an arrival may take a free slot ahead of the waiting queue.
       sliding_window: tokens that a query sees in every layer at most, its own included: pages of older ones are given
         back while their request runs; 0: some layer sees all.
+      group_windows: where layers lie in several groups of equal size with pages of their own, the window of each, 0: it
+        sees all; groups of one window stand together. Empty: all layers are one group, under `sliding_window`.
     """
 
     max_num_seqs: int = 8
@@ -55,6 +59,7 @@ class SchedulerConfig(PolicyConfig):
     max_steps_ahead: int = 0
     arrivals_claim_slots: bool = False
     sliding_window: int = 0
+    group_windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -77,6 +82,7 @@ class SchedulerConfig(PolicyConfig):
         at_least("max_steps_ahead", self.max_steps_ahead, 0)
         at_least("num_host_pages", self.num_host_pages, 0)
         at_least("sliding_window", self.sliding_window, 0)
+        self._check_groups()
         self.check_policies()
         if (self.preemption in SWAPPING_PREEMPTIONS) != (self.num_host_pages > 0):
             raise ValueError(
@@ -84,22 +90,46 @@ class SchedulerConfig(PolicyConfig):
                 " with preemption swap or auto, which copy pages to the host, and 0 without"
             )
 
+    def _check_groups(self) -> None:
+        object.__setattr__(self, "group_windows", tuple(self.group_windows or ()))
+        windows = self.group_windows
+        if not windows:
+            return
+        ordered = [window for window in dict.fromkeys(windows) for _ in range(windows.count(window))]
+        if not 2 <= len(windows) <= MAX_GROUPS or min(windows) < 0 or list(windows) != ordered:
+            raise ValueError(
+                f"group_windows is {windows}; it must have 2 to {MAX_GROUPS} numbers of at least 0, equal ones side by"
+                " side; for one group set sliding_window"
+            )
+        if self.sliding_window:
+            raise ValueError(f"sliding_window is {self.sliding_window} and group_windows is {windows}; set one of them")
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of each group of layers the tokens that a query sees, its own included; 0: all."""
+        return self.group_windows or (self.sliding_window,)
+
     @property
     def pages_per_seq(self) -> int:
-        """Pages of a sequence of `max_model_len` tokens."""
+        """Pages of a sequence of `max_model_len` tokens, in one group of layers."""
         return -(-self.max_model_len // self.page_size)
 
     @property
     def most_pages_per_seq(self) -> int:
-        """Pages that a sequence holds at once, at most."""
-        chunk = min(self.prefill_chunk, self.max_num_batched_tokens)
-        return min(self.pages_per_seq, self.pages_spanned(max(chunk, self.max_decode_steps)))
+        """Pages that a sequence holds at once, at most, in all groups of layers together."""
+        count = max(min(self.prefill_chunk, self.max_num_batched_tokens), self.max_decode_steps)
+        return sum(min(self.pages_per_seq, self.pages_spanned(count, window)) for window in self.windows)
 
-    def pages_spanned(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` successive tokens and all that they see lie in, at most."""
-        if not self.sliding_window:
+    def pages_needed(self, num_tokens: int) -> int:
+        """Pages without which a sequence of `num_tokens` cannot run, in all groups of layers together."""
+        pages, chunk = -(-num_tokens // self.page_size), min(self.prefill_chunk, self.max_num_batched_tokens)
+        return sum([min(pages, self.pages_spanned(chunk, window)) if window else pages for window in self.windows])
+
+    def pages_spanned(self, num_tokens: int, window: int) -> int:
+        """Pages that `num_tokens` successive tokens and all that they see under a window (0: none) lie in, at most."""
+        if not window:
             return self.pages_per_seq
-        return -(-(self.sliding_window + num_tokens - 2) // self.page_size) + 1
+        return -(-(window + num_tokens - 2) // self.page_size) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,13 +258,13 @@ class EngineConfig(PolicyConfig):
         return self.preemption in SWAPPING_PREEMPTIONS
 
     def scheduler_config(
-        self, *, max_model_len: int, num_pages: int, num_host_pages: int | None = None, sliding_window: int = 0
+        self, *, max_model_len: int, num_pages: int, num_host_pages: int | None = None, windows: tuple[int, ...] = (0,)
     ) -> SchedulerConfig:
         """The scheduler's share, once context length and pool sizes are known.
 
         Args:
           num_host_pages: None: as few as the preemption mode allows.
-          sliding_window: of the model, see `SchedulerConfig`.
+          windows: of the model's groups of layers, see `SchedulerConfig.windows`.
 
         Raises:
           ValueError: chunked prefill is off and the token budget cannot hold a whole prompt.
@@ -258,7 +288,8 @@ class EngineConfig(PolicyConfig):
             max_queue_requests=self.max_queue_requests,
             max_queue_tokens=self.max_queue_tokens,
             max_steps_ahead=int(self.overlap),
-            sliding_window=sliding_window,
+            sliding_window=windows[0] if len(windows) == 1 else 0,
+            group_windows=windows if len(windows) > 1 else (),
             **{name: getattr(self, name) for name in POLICY_FIELDS},
         )
 

@@ -188,6 +188,11 @@ FLAGS: tuple[Flag, ...] = (
         ("max_steps_ahead", IntParser(low=0), "iterations that the host plans ahead of the device"),
         ("num_host_pages", IntParser(low=0), "pages of host memory, for preemption swap and auto"),
         ("sliding_window", IntParser(low=0), "tokens that every layer of the model sees at most; 0: all"),
+        (
+            "group_windows",
+            ListParser(IntParser(low=0)),
+            "windows of groups of layers with pages of their own, as 0,512,512 (0: all); default: one group",
+        ),
     ),
     *_engine(
         "Model",

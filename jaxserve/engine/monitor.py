@@ -175,7 +175,7 @@ def _slot(sequence: Sequence, now: float) -> SlotView:
         output_tokens=len(sequence.output_token_ids),
         max_tokens=sequence.max_tokens,
         cached_tokens=sequence.num_cached_tokens,
-        pages=len(sequence.pages),
+        pages=sequence.num_held_pages,
         preemptions=sequence.num_preemptions,
         priority=request.priority,
         tenant=request.tenant,

@@ -4,6 +4,7 @@ from jaxserve.models.adapted import LoraPair, LoraTokens
 from jaxserve.models.attention import Attend, AttentionOptions
 from jaxserve.models.batch import Batch
 from jaxserve.models.config import ExpertsConfig, LatentConfig, LayerKind, ModelConfig, RopeConfig
+from jaxserve.models.layer_groups import LayerGroups, group_layers, one_group
 from jaxserve.models.leaf_sharding import leaf_shardings, leaf_specs
 from jaxserve.models.lora import (
     LORA_TARGETS,
@@ -37,6 +38,7 @@ __all__ = [
     "Batch",
     "ExpertsConfig",
     "LatentConfig",
+    "LayerGroups",
     "LayerKind",
     "LoraPair",
     "LoraTokens",
@@ -49,6 +51,7 @@ __all__ = [
     "abstract_params",
     "empty_lora",
     "forward",
+    "group_layers",
     "ignorable",
     "init_params",
     "leaf_shardings",
@@ -57,6 +60,7 @@ __all__ = [
     "lora_weights",
     "make_params",
     "model_config_from_hf",
+    "one_group",
     "pack_kernels",
     "param_shardings",
     "partition_spec",

@@ -310,9 +310,3 @@ class ModelConfig:
     def score_scale(self) -> float:
         """What attention scores are multiplied by."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
-
-    @property
-    def widest_window(self) -> int | None:
-        """The number of latest tokens beyond which no layer sees any; None: some layer sees all."""
-        windows = [window for window in self.sliding_windows if window is not None]
-        return max(windows) if len(windows) == self.num_layers else None

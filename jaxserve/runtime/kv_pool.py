@@ -1,5 +1,7 @@
 """The KV pool: every page of every layer in one array, with scales beside it if its numbers have 8 bits.
 
+Layers may lie in groups (`jaxserve.models.layer_groups`): a page is then of one group, and the pool as long as a group.
+
 Page-major, so that a page of a layer is contiguous and a kernel copies it whole. KV heads are sharded
 over the mesh's "model" axis when they divide by it, else replicated. The pool is donated to every step
 and comes back updated in place.
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig
-from jaxserve.models import ModelConfig
+from jaxserve.models import LayerGroups, ModelConfig, one_group
 from jaxserve.runtime.huge_pages import use_huge_pages
 from pallas_kernels.common.pool import QUANTISED_DTYPES, pool_shape, scales_shape
 from pallas_kernels.paged_attention import choose_implementation
@@ -32,7 +34,8 @@ class KVPool(NamedTuple):
     """Keys and values of all pages, or of a few of them (then N instead of P).
 
     Attributes:
-      pages: `[L, P, 2, K, S, D]`, or another form of `pallas_kernels.common.pool`; of latent attention a latent pool.
+      pages: `[L, P, 2, K, S, D]`, L being the layers of a group, or another form of `pallas_kernels.common.pool`; of
+        latent attention a latent pool.
       scales: float32 `[L, P, 2, K, S]` of int8 and float8_e4m3fn pages, else None.
     """
 
@@ -51,6 +54,7 @@ class PoolLayout:
       kv_cache_dtype: as in `EngineConfig`; not "auto".
       implementation: of paged attention, as `choose_implementation` gives it: TPU kernels want a form of
         their own where the head dimension is no multiple of 128.
+      layer_groups: None: all layers are one group.
     """
 
     config: ModelConfig
@@ -58,6 +62,12 @@ class PoolLayout:
     page_size: int
     kv_cache_dtype: str
     implementation: str
+    layer_groups: LayerGroups | None = None
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Which layers have pages together."""
+        return self.layer_groups or one_group(self.config.sliding_windows)
 
     @property
     def dtype(self) -> Any:
@@ -79,7 +89,7 @@ class PoolLayout:
         """Shapes, dtypes and shardings of a pool of `num_pages`."""
         config = self.config
         shape = pool_shape(
-            config.num_layers,
+            self.groups.size,
             num_pages,
             config.num_kv_heads,
             self.page_size,
@@ -102,7 +112,7 @@ class PoolLayout:
 
     @property
     def page_bytes(self) -> int:
-        """Of a page in all layers, K and V and scales, on all devices together."""
+        """Of a page in all layers of a group, K and V and scales, on all devices together."""
         return sum(math.prod(x.shape) * int(x.dtype.itemsize) for x in jax.tree.leaves(self.abstract(1)))
 
     def make(self, num_pages: int) -> KVPool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import jax
 
@@ -26,6 +27,9 @@ class MemoryPlan:
       num_host_pages, host_bytes: of the host pool for swapped requests; on the host, not the device.
       most_pages_per_seq: pages that a request holds at once, at most.
       sliding_window: tokens that bound it; 0: none do, a request holds the pages of all its tokens.
+      group_windows: windows of groups of layers that have pages of their own, see `SchedulerConfig`; empty: one group.
+      layers_per_group: that a page is of.
+      max_model_len: most tokens of a request.
     """
 
     limit_bytes: int
@@ -39,15 +43,23 @@ class MemoryPlan:
     host_bytes: int = 0
     most_pages_per_seq: int = 0
     sliding_window: int = 0
+    group_windows: tuple[int, ...] = ()
+    layers_per_group: int = 0
+    max_model_len: int = 0
 
     @property
     def max_tokens(self) -> int:
-        """Tokens whose K and V fit at once."""
-        return (self.num_pages - 1) * self.page_size
+        """Tokens whose K and V fit at once, where none of them is given back."""
+        return (self.num_pages - 1) // max(len(self.group_windows), 1) * self.page_size
 
-    def as_dict(self) -> dict[str, int]:
+    @property
+    def max_long_tokens(self) -> int:
+        """Tokens of requests of `max_model_len` that fit at once, as each gives back what its windows leave behind."""
+        return (self.num_pages - 1) * self.max_model_len // max(self.most_pages_per_seq, 1)
+
+    def as_dict(self) -> dict[str, Any]:
         """Every number, by name."""
-        return {**asdict(self), "max_tokens": self.max_tokens}
+        return {**asdict(self), "max_tokens": self.max_tokens, "max_long_tokens": self.max_long_tokens}
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the table shown at start-up."""
@@ -56,12 +68,20 @@ class MemoryPlan:
             ("workspace of the largest step", format_bytes(self.workspace_bytes)),
             ("slot state", format_bytes(self.state_bytes)),
             (f"KV pool: {self.num_pages} pages of {self.page_size} tokens", format_bytes(self.kv_bytes)),
-            ("tokens held at once", f"{self.max_tokens:,}"),
+            (f"tokens held at once{', if none is given back' * bool(self.group_windows)}", f"{self.max_tokens:,}"),
             ("allowed (memory_fraction)", format_bytes(self.limit_bytes)),
         ]
         if self.sliding_window:
             label = f"pages of a request, by its window of {self.sliding_window:,} tokens"
             rows.append((label, f"{self.most_pages_per_seq:,} at most"))
+        if self.group_windows:
+            groups = ", ".join(
+                f"{self.group_windows.count(window)} of {f'a window of {window:,} tokens' if window else 'all tokens'}"
+                for window in dict.fromkeys(self.group_windows)
+            )
+            rows.append((f"groups of {self.layers_per_group} layers, each with pages of its own", groups))
+            rows.append(("pages of a request, by these windows", f"{self.most_pages_per_seq:,} at most"))
+            rows.append((f"held at once of requests of {self.max_model_len:,} tokens", f"{self.max_long_tokens:,}"))
         if self.num_host_pages:
             rows.append((f"host pool (swap_space): {self.num_host_pages} pages", format_bytes(self.host_bytes)))
         return rows
@@ -105,6 +125,9 @@ def make_plan(
     host_bytes: int = 0,
     most_pages_per_seq: int = 0,
     sliding_window: int = 0,
+    group_windows: tuple[int, ...] = (),
+    layers_per_group: int = 0,
+    max_model_len: int = 0,
 ) -> MemoryPlan:
     """Sizes the KV pool.
 
@@ -114,7 +137,7 @@ def make_plan(
       num_pages: the caller's choice; None: as many as fit.
       most_pages: pages beyond which no request set can use more (slots x pages that a sequence holds at once + null
         page).
-      num_host_pages, host_bytes, most_pages_per_seq, sliding_window: passed on.
+      num_host_pages, host_bytes, and all that follows: passed on.
 
     Raises:
       ValueError: nothing is left for pages.
@@ -142,6 +165,9 @@ def make_plan(
         host_bytes=host_bytes,
         most_pages_per_seq=most_pages_per_seq,
         sliding_window=sliding_window,
+        group_windows=group_windows,
+        layers_per_group=layers_per_group,
+        max_model_len=max_model_len,
     )
 
 

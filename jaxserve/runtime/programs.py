@@ -176,7 +176,7 @@ class ProgramTable:
         return self._compile(jitted, self._params, self._kv.abstract(num_pages), self._state.last_token, ints)
 
     def _layout(self, bucket: Bucket) -> TableLayout:
-        return TableLayout(bucket, "adapters" in self._params)
+        return TableLayout(bucket, "adapters" in self._params, len(self._kv.groups.windows))
 
     def _compile(self, jitted: Any, *arguments: Any) -> Any:
         with jax.default_matmul_precision("highest" if self._dtype == "float32" else "default"):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
-from jaxserve.models import ModelConfig, stored_rank, zero_lora
+from jaxserve.models import ModelConfig, group_layers, stored_rank, zero_lora
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout, attention_implementation
 from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, make_plan, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
@@ -61,6 +61,7 @@ class ModelRunner:
             config.page_size,
             kv_dtype,
             attention_implementation(config, model_config, mesh.devices.flat[0].platform),
+            group_layers(model_config.sliding_windows, max_model_len, config.page_size),
         )
         self._programs = ProgramTable(
             self._kv,
@@ -69,8 +70,8 @@ class ModelRunner:
             dtype=config.dtype,
             max_decode_steps=config.max_decode_steps,
         )
-        window = model_config.widest_window or 0
-        shape = config.scheduler_config(max_model_len=max_model_len, num_pages=2, sliding_window=window)
+        windows = self._kv.groups.windows
+        shape = config.scheduler_config(max_model_len=max_model_len, num_pages=2, windows=windows)
         self.buckets = BucketTable(
             shape,
             decode=config.decode_buckets,
@@ -82,7 +83,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             num_pages=self.memory_plan.num_pages,
             num_host_pages=self.memory_plan.num_host_pages,
-            sliding_window=window,
+            windows=windows,
         )
         self._builder = TableBuilder(self.scheduler_config, self.buckets, adapters="adapters" in params)
         self._swapper: PageSwapper | None = None
@@ -101,7 +102,7 @@ class ModelRunner:
 
     @property
     def page_bytes(self) -> int:
-        """Of a page in all layers, K and V and scales, on all devices together."""
+        """Of a page in all layers of a group, K and V and scales, on all devices together."""
         return self._kv.page_bytes
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -185,8 +186,12 @@ class ModelRunner:
             fields["prefill_position"][: len(chunk)] = range(start, start + len(chunk))
             fields["prefill_starts"][1:] = len(chunk)
             fields["prefill_context"][0] = start + len(chunk)
-            # Pages that a chunk does not see any more are written again.
-            fields["prefill_pages"][0] = [1 + index % usable for index in range(config.pages_per_seq)]
+            first = 1
+            for pages, window in zip(fields["prefill_pages"], config.windows, strict=True):
+                # Pages that a chunk does not see any more are written again.
+                count = min(config.pages_per_seq, config.pages_spanned(bucket.prefill_tokens, window))
+                pages[0] = [first + index % count for index in range(config.pages_per_seq)]
+                first += count
             self._pool, logits = program(self._params, self._pool, self._state.last_token, ints)
             yield np.asarray(logits)[: len(chunk)]
 
@@ -334,6 +339,9 @@ class ModelRunner:
             host_bytes=host_pages * self.page_bytes,
             most_pages_per_seq=shape.most_pages_per_seq,
             sliding_window=shape.sliding_window,
+            group_windows=shape.group_windows,
+            layers_per_group=self._kv.groups.size,
+            max_model_len=shape.max_model_len,
         )
 
 

@@ -118,7 +118,7 @@ def hidden_states(
     page_ids, offsets = _write_places(fields, positions, bucket.decode_rows, kv.page_size)
     attend = _make_attend(kv, bucket, fields, page_ids, offsets)
     in_one_call = is_stack(params["layers"])
-    run_layers = _make_run_layers(kv.config, fields, page_ids, offsets) if in_one_call else None
+    run_layers = _make_run_layers(kv, fields, page_ids, offsets) if in_one_call else None
     lora, batch = _lora_tokens(kv, bucket, fields), Batch(_live(fields), kv.mesh)
     return forward(kv.config, params, token_ids, positions, attend, pool, run_layers, lora, batch)
 
@@ -165,6 +165,8 @@ def _make_attend(
 ) -> Attend:
     """What a layer does with its K and V: keep them in their pages, and attend over the pages.
 
+    A layer's K and V lie at its place in the pool, in pages of its group's table.
+
     The mesh's "model" axis takes KV heads apart here, not in the compiler: it would gather the pool.
     Where the heads do not divide, every device holds and attends to all of them; but one KV head that every device
     holds has its query heads taken apart.
@@ -175,6 +177,7 @@ def _make_attend(
     if kv.config.num_kv_heads == 1 and kv.config.num_heads % kv.mesh.shape["model"] == 0:
         query_axis = "model"
     heads = PartitionSpec(None, query_axis)
+    of_groups = {"decode_pages": fields["decode_pages"], "prefill_pages": fields["prefill_pages"], "page_ids": page_ids}
 
     def attend(
         layer: Any, q: jax.Array, k: jax.Array, v: jax.Array | None, cache: KVPool, options: AttentionOptions
@@ -203,20 +206,32 @@ def _make_attend(
             return jnp.concatenate(outputs), cache
 
         everywhere, by_head = PartitionSpec(), PartitionSpec(query_axis)
-        tables = fields | {"page_ids": page_ids, "offsets": offsets}
+        group, place = _place_of(kv, layer)
+        own = {name: jax.lax.dynamic_index_in_dim(table, group, keepdims=False) for name, table in of_groups.items()}
+        tables = fields | own | {"offsets": offsets}
         return jax.shard_map(
             local,
             mesh=kv.mesh,
             in_specs=(everywhere, heads, kv_heads, kv_heads, kv.spec, everywhere, by_head),
             out_specs=(heads, kv.spec),
             check_vma=False,
-        )(jnp.asarray(layer, jnp.int32), q, k, v, cache, tables, options.sinks)
+        )(place, q, k, v, cache, tables, options.sinks)
 
     return attend
 
 
-def _make_run_layers(config: ModelConfig, fields: dict[str, Any], page_ids: jax.Array, offsets: jax.Array) -> RunLayers:
+def _place_of(kv: PoolLayout, layer: Any) -> tuple[Any, jax.Array]:
+    """Group of a layer, and its place in the pool."""
+    index, places = jnp.asarray(layer, jnp.int32), kv.groups.places
+    if len(kv.groups.windows) == 1:
+        return 0, index
+    group, place = jax.lax.dynamic_index_in_dim(jnp.asarray(places, jnp.int32), index, keepdims=False)
+    return group, place
+
+
+def _make_run_layers(kv: PoolLayout, fields: dict[str, Any], page_ids: jax.Array, offsets: jax.Array) -> RunLayers:
     """All layers in one call, on one CPU device."""
+    config = kv.config
     own = {name: fields[name] for name in StackTables._fields if name in fields}
     if not fields["prefill_context"].shape[0]:
         own["prefill_starts"] = jnp.zeros(1, jnp.int32)
@@ -234,6 +249,7 @@ def _make_run_layers(config: ModelConfig, fields: dict[str, Any], page_ids: jax.
             sliding_windows=config.sliding_windows,
             rms_norm_eps=config.rms_norm_eps,
             activation=STACK_ACTIVATIONS[config.hidden_act],
+            places=kv.groups.places,
         )
         return x, KVPool(pages, None)
 
@@ -268,13 +284,13 @@ def _write(
 def _write_places(
     fields: dict[str, Any], positions: jax.Array, rows: int, page_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Page id and offset that each token's K and V go to; page 0 for padding."""
+    """Page id in each group of layers ([G, B + T]) and offset that each token's K and V go to; page 0 for padding."""
     index = positions // page_size
-    decode_pages = jnp.take_along_axis(fields["decode_pages"], index[:rows, None], axis=1)[:, 0]
+    decode_pages = jnp.take_along_axis(fields["decode_pages"], index[None, :rows, None], axis=2)[..., 0]
     if not fields["prefill_tokens"].shape[0]:
         return jnp.where(_live(fields), decode_pages, 0), positions % page_size
-    prefill_pages = fields["prefill_pages"][fields["prefill_row"], index[rows:]]
-    pages = jnp.concatenate([decode_pages, prefill_pages])
+    prefill_pages = fields["prefill_pages"][:, fields["prefill_row"], index[rows:]]
+    pages = jnp.concatenate([decode_pages, prefill_pages], axis=1)
     return jnp.where(_live(fields), pages, 0), positions % page_size
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.scheduler.holding import Holding
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _check_states(scheduler: SchedulerState) -> None:
         has_deadline = sequence.request.deadline_at is not None
         assert (sequence in scheduler._deadlines) == has_deadline, f"{request_id}: deadline is not watched"
         if waiting and not sequence.num_preemptions:
-            assert not sequence.pages and not sequence.num_promised_pages, f"{request_id} waits with pages"
+            assert not (sequence.num_held_pages or sequence.num_promised_pages), f"{request_id} waits with pages"
     for slot, sequence in scheduler._running.items():
         assert sequence.slot == slot, f"{sequence.request_id} is at slot {slot} and says {sequence.slot}"
         assert scheduler._live.get(sequence.request_id) is sequence, f"{sequence.request_id} runs but is not live"
@@ -74,32 +75,29 @@ def _check_pages(scheduler: SchedulerState) -> None:
     holders = {sequence.arrival: sequence for sequence in scheduler._live.values()}
     for flight in scheduler._in_flight:
         holders |= {sequence.arrival: sequence for sequence in (*flight.decode, *flight.prefill)}
-    holders_of: dict[int, list[str]] = {}
-    for sequence in holders.values():
-        for page in sequence.pages:
-            holders_of.setdefault(page, []).append(sequence.request_id)
-        needed = -(-sequence.num_scheduled // scheduler.config.page_size) - sequence.num_passed_pages
-        if sequence.host_pages:
-            assert not sequence.pages and sequence in scheduler._waiting, f"{sequence.request_id} is not swapped out"
-            assert len(sequence.host_pages) == needed, f"{sequence.request_id}: {sequence.host_pages} of {needed}"
-        elif not sequence.restarted and (sequence.finish_reason is None or sequence.pages):
-            assert len(sequence.pages) == needed, f"{sequence.request_id} has {len(sequence.pages)} pages, not {needed}"
-        _check_passed(scheduler.config, sequence)
-        assert sequence.num_promised_pages >= 0, f"{sequence.request_id} is owed {sequence.num_promised_pages} pages"
+    _check_held(scheduler, holders)
     pages = scheduler._pages
+    holders_of: dict[int, list[str]] = {}
+    group_of: dict[int, int] = {}
+    for sequence in holders.values():
+        for holding in sequence.holdings:
+            for page in holding.pages:
+                holders_of.setdefault(page, []).append(sequence.request_id)
+                group = group_of.setdefault(page, holding.group)
+                assert group == holding.group, f"page {page} is of groups {group} and {holding.group}"
     for page, ids in holders_of.items():
         assert page != 0, f"{ids} hold the null page"
         assert pages.num_owners(page) == len(ids), f"page {page} counts {pages.num_owners(page)} owners, has {ids}"
         assert len(ids) == 1 or scheduler.config.enable_prefix_caching, f"page {page} belongs to {ids}"
         assert not pages.cache.is_idle(page), f"page {page} of {ids} counts as let go"
-    if scheduler.config.sliding_window:
-        giving = {page for sequence in holders.values() if sequence.gives_pages_back for page in sequence.pages}
-        of_giving = [page for sequence in holders.values() if sequence.gives_pages_back for page in sequence.pages]
-        others = {page for sequence in holders.values() if not sequence.gives_pages_back for page in sequence.pages}
-        extra = len(of_giving) + len(others) - len(giving | others)
+    if any(scheduler.config.windows):
+        holdings = [holding for sequence in holders.values() for holding in sequence.holdings]
+        of_giving = [page for holding in holdings if holding.gives_back for page in holding.pages]
+        others = {page for holding in holdings if not holding.gives_back for page in holding.pages}
+        extra = len(of_giving) + len(others) - len(others.union(of_giving))
         assert pages.num_extra == extra, f"shared pages count {pages.num_extra} times more than once, not {extra}"
     assert len(holders_of) == scheduler.pages_owned, f"{scheduler.pages_owned} pages owned, {len(holders_of)} are held"
-    on_host = [page for sequence in holders.values() for page in sequence.host_pages]
+    on_host = [page for sequence in holders.values() for each in sequence.holdings for page in each.host_pages]
     assert len(set(on_host)) == len(on_host), f"host pages {sorted(on_host)} have two owners"
     accounted = scheduler.host_pages_free + len(on_host)
     assert accounted == scheduler.config.num_host_pages, f"{accounted} host pages are accounted for"
@@ -109,17 +107,37 @@ def _check_pages(scheduler: SchedulerState) -> None:
         assert promised <= pages.num_promisable, f"{promised} pages are promised, {pages.num_promisable} may be"
 
 
-def _check_passed(config: SchedulerConfig, sequence: Sequence) -> None:
+def _check_held(scheduler: SchedulerState, holders: dict[int, Sequence]) -> None:
+    """Each group has the pages of the tokens that are seen, and no more."""
+    config = scheduler.config
+    for sequence in holders.values():
+        assert [each.window for each in sequence.holdings] == list(config.windows), f"{sequence.request_id}: groups"
+        counts = {each.num_pages for each in sequence.holdings if not sequence.is_swapped_out}
+        assert len(counts) <= 1, f"{sequence.request_id} has had {counts} pages, not as many in every group"
+        for holding in sequence.holdings:
+            where = f"{sequence.request_id}, group {holding.group}"
+            needed = -(-sequence.num_scheduled // config.page_size) - holding.num_passed
+            if sequence.is_swapped_out:
+                assert not holding.pages and sequence in scheduler._waiting, f"{where} is not swapped out"
+                assert len(holding.host_pages) == needed, f"{where}: {holding.host_pages} of {needed}"
+            elif not sequence.restarted and (sequence.finish_reason is None or holding.pages):
+                assert len(holding.pages) == needed, f"{where} has {len(holding.pages)} pages, not {needed}"
+            _check_passed(config, sequence, holding)
+            assert holding.num_promised >= 0, f"{where} is owed {holding.num_promised} pages"
+
+
+def _check_passed(config: SchedulerConfig, sequence: Sequence, holding: Holding) -> None:
     """Pages given back are those that no row to come sees; those left are few."""
-    if not config.sliding_window:
-        assert not sequence.num_passed_pages and not sequence.gives_pages_back, f"{sequence.request_id} gave pages back"
+    where = f"{sequence.request_id}, group {holding.group}"
+    if not holding.window:
+        assert not holding.num_passed and not holding.gives_back, f"{where} gave pages back"
         return
-    held = max(len(sequence.pages), len(sequence.host_pages))
-    assert held <= config.most_pages_per_seq, f"{sequence.request_id} holds {held} pages at once"
+    held = max(len(holding.pages), len(holding.host_pages))
+    count = max(min(config.prefill_chunk, config.max_num_batched_tokens), config.max_decode_steps)
+    assert held <= config.pages_spanned(count, holding.window), f"{where} holds {held} pages at once"
     if not sequence.restarted:
-        unseen = max(sequence.num_scheduled + 1 - config.sliding_window, 0)
-        passed = sequence.num_passed_pages
-        assert passed * config.page_size <= unseen, f"{sequence.request_id} gave {passed} pages of {unseen} tokens back"
+        unseen, passed = max(sequence.num_scheduled + 1 - holding.window, 0), holding.num_passed
+        assert passed * config.page_size <= unseen, f"{where} gave {passed} pages of {unseen} tokens back"
 
 
 def _ids(sequences: list[Sequence]) -> list[str]:

@@ -13,13 +13,13 @@ from collections.abc import Sequence as Items
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection, Request
 from jaxserve.scheduler.admission import Gate, queue_full
+from jaxserve.scheduler.moves import Moves
 from jaxserve.scheduler.plan import TokenEvent
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
-from jaxserve.scheduler.state import SchedulerState
 from jaxserve.scheduler.trace import TraceRecorder
 
 
-class Lifecycle(SchedulerState):
+class Lifecycle(Moves):
     """The scheduler's tables, and who enters and leaves them.
 
     Args:
@@ -57,10 +57,9 @@ class Lifecycle(SchedulerState):
         """
         _check(requests)
         sequences = [Sequence(request, number, now) for number, request in enumerate(requests, self._num_arrivals)]
-        if self.config.sliding_window:
-            least = self.config.sliding_window + self.config.page_size
+        if self._windows != (0,):
             for sequence in sequences:
-                sequence.gives_pages_back = sequence.num_kv_tokens >= least
+                sequence.holdings = self._new_holdings(sequence)
         self._num_arrivals += len(sequences)
         self.counters.offered += len(sequences)
         rejection = self._gate_refusal(requests, now)

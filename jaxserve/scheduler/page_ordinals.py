@@ -64,7 +64,7 @@ class PageOrdinals:
         """Drops the names that nothing can find any more; `parent` is of the name to be numbered next."""
         scheduler = self._scheduler
         kept: set[bytes] = set()
-        for name in (parent, *scheduler._pages.cache._page_of):
+        for name in (parent, *scheduler._pages.cache.names):
             self._keep(name, kept)
         for sequence in scheduler._live.values():
             kept.update(sequence.page_names)

@@ -103,12 +103,14 @@ class PrefillChunk:
 class PageUpdate(NamedTuple):
     """Pages written into a slot's page table from index `first` on; order is token order.
 
-    Page 0, the null page, stands for a page that was given back: no layer sees its tokens any more.
+    Page 0, the null page, stands for a page that was given back: no layer sees its tokens any more. A slot has a table
+    for each group of layers.
     """
 
     slot: int
     first: int
     page_ids: tuple[int, ...]
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Placement:
 
 
 class PageSwap(NamedTuple):
-    """Pages of one request copied between the KV pool and the host pool, pairwise.
+    """Pages of one request, of all groups of layers, copied between the KV pool and the host pool, pairwise.
 
     `out` is true from the device to the host. It happens on the device after every earlier plan and before
     the rows of its own, so what a step in flight writes is copied, and the pages it frees may be used at once.

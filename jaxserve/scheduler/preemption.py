@@ -38,7 +38,7 @@ class PreemptionChoice:
         """Its mode; never `auto`."""
         if self._preemption in ("pause", "recompute"):
             return self._preemption
-        has_room = 0 < len(victim.pages) <= self._host_pages.num_free
+        has_room = 0 < victim.num_held_pages <= self._host_pages.num_free
         if not has_room or (self._preemption == "auto" and self._is_cheaper_to_recompute(victim)):
             return "recompute"
         return "swap"
@@ -46,7 +46,7 @@ class PreemptionChoice:
     def _is_cheaper_to_recompute(self, victim: Sequence) -> bool:
         """By measured iterations; while they are too few to say, no work is thrown away."""
         recompute_s = self._step_time.prefill_s(victim.num_scheduled)
-        swap_s = self._step_time.swap_s(2 * len(victim.pages))
+        swap_s = self._step_time.swap_s(2 * victim.num_held_pages)
         if recompute_s is None or swap_s is None or swap_s <= recompute_s:
             return False
         self._step_time.forget_swap(self.FORGETTING)

@@ -7,6 +7,9 @@ request's salt and its LoRA adapter; who does not share all three cannot find, n
 A page is entered once its K and V are written, or when it is given back before that, as no layer of the model sees
 its tokens any more: who finds it runs after the step that writes it. It leaves when it is evicted. Of two pages of
 the same name the first is kept in the index.
+
+Layers may lie in groups with pages of their own: a page is then known by its name and its group. Of a beginning the
+groups without a window need all pages, the others those that the next token sees.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from jaxserve.core import Request
 
@@ -39,11 +43,33 @@ def page_name(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
-class PrefixCache:
-    """An index of pages by name, and the order in which those without an owner are evicted.
+def entry_key(name: bytes, group: int) -> bytes:
+    """What a page is entered under: its name, and its group of layers behind it."""
+    return name + bytes((group,)) if group else name
+
+
+def name_of_key(key: bytes) -> bytes:
+    """The name in an `entry_key`."""
+    return key[:_DIGEST_BYTES]
+
+
+class Found(NamedTuple):
+    """Pages of one group that belong to a request's beginning.
 
     Attributes:
-      name_of: of each page that has an entry; treat it as read-only.
+      first: number of the first; those before it are neither seen nor held.
+      pages: the page ids, in token order.
+    """
+
+    first: int
+    pages: Sequence[int]
+
+
+class PrefixCache:
+    """An index of pages by name and group, and the order in which those without an owner are evicted.
+
+    Attributes:
+      name_of: of each page that has an entry its `entry_key`; treat it as read-only.
     """
 
     def __init__(self) -> None:
@@ -56,35 +82,63 @@ class PrefixCache:
         """Pages without an owner."""
         return len(self._idle)
 
-    def enter(self, name: bytes, page: int) -> None:
-        """An owned page's content is written; ignored when the name, or the page, has an entry."""
-        if name not in self._page_of and page not in self.name_of:
-            self._page_of[name] = page
-            self.name_of[page] = name
+    @property
+    def names(self) -> list[bytes]:
+        """Of the pages that have an entry; with several groups a name may come several times."""
+        return [name_of_key(key) for key in self._page_of]
 
-    def find(self, names: Iterable[bytes]) -> list[int]:
+    def enter(self, name: bytes, page: int, group: int = 0) -> None:
+        """An owned page's content is written; ignored when the name in its group, or the page, has an entry."""
+        key = entry_key(name, group) if group else name
+        if key not in self._page_of and page not in self.name_of:
+            self._page_of[key] = page
+            self.name_of[page] = key
+
+    def find(self, names: Iterable[bytes], group: int = 0) -> list[int]:
         """Pages of the longest run of `names` that is there."""
         pages = []
         for name in names:
-            page = self._page_of.get(name)
+            page = self._page_of.get(entry_key(name, group) if group else name)
             if page is None:
                 break
             pages.append(page)
         return pages
 
-    def find_last(self, names: Sequence[bytes], count: int) -> tuple[int, list[int]]:
-        """Where all that is seen after the first of `names` are the `count` before: the longest beginning that will do.
+    def find_beginning(self, names: Sequence[bytes], counts: Sequence[int | None]) -> list[Found]:
+        """The longest beginning of which every group has what is seen after it.
+
+        Args:
+          names: of the pages, from the first.
+          counts: by group, how many pages before its end a token sees; None: all.
 
         Returns:
-          Number of the first page, and the pages: the last `count` of the beginning, or all of a shorter one.
+          By group, the pages that are seen: the last `counts[group]` of the beginning, or all of a shorter one.
         """
-        end = len(names)
+        runs: dict[int, list[int]] = {}
+        for group, count in enumerate(counts):
+            if count is None:
+                runs[group] = self.find(names, group)
+                names = names[: len(runs[group])]
+        last = [(group, count) for group, count in enumerate(counts) if count is not None]
+        end = self._last_end(names, last) if last else len(names)
+        found = {group: Found(0, run[:end]) for group, run in runs.items()}
+        for group, count in last:
+            first = max(end - count, 0)
+            found[group] = Found(first, [self._page_of[entry_key(name, group)] for name in names[first:end]])
+        return [found[group] for group in range(len(counts))]
+
+    def _last_end(self, names: Sequence[bytes], counts: Sequence[tuple[int, int]]) -> int:
+        """Length of the longest beginning of which each group has the last pages, as many as its count."""
+        end, most = len(names), max([count for _, count in counts])
         for index in range(len(names), 0, -1):
-            if end - index == count:
-                return index, [self._page_of[name] for name in names[index:end]]
-            if names[index - 1] not in self._page_of:
-                end = index - 1
-        return 0, [self._page_of[name] for name in names[:end]]
+            if end - index >= most:
+                break
+            name = names[index - 1]
+            for group, count in counts:
+                if end - index < count and entry_key(name, group) not in self._page_of:
+                    end = index - 1
+                    break
+        return end
 
     def retire(self, page: int) -> None:
         """A page that has an entry lost its last owner; it is kept."""

@@ -13,10 +13,10 @@ promised page lowers both sides by one. Where pages can run out, `grow` asks for
 scheduler preempts when it is refused. One that may not be preempted again is promised everything, whatever
 the policy.
 
-Where every layer has a sliding window, a sequence gives pages back while it runs. What is promised is then what it
-holds at once: while it computes its prompt the pages that a chunk and the window before it span, and what a
-token and its window span once it decodes. Each page it gives back raises what is available, and its promise by as
-much, as long as it will hold so many again.
+A sequence is promised pages in each group of layers (`holding`). In a group with a sliding window it gives pages back
+while it runs. What is promised there is what it holds at once: while it computes its prompt the pages that a chunk and
+the window before it span, and what a token and its window span once it decodes. Each page it gives back raises what is
+available, and its promise by as much, as long as it will hold so many again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from collections.abc import Sequence as Items
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request
+from jaxserve.scheduler.holding import Holding
 from jaxserve.scheduler.length_estimator import LengthEstimator
 from jaxserve.scheduler.page_allocator import PageAllocator
 from jaxserve.scheduler.peak import peak_of_additional_pages
+from jaxserve.scheduler.prefix_cache import Found
 from jaxserve.scheduler.sequence import Sequence
 
 
@@ -50,14 +52,15 @@ class Reservation:
         self._config = config
         self._page_size = config.page_size
         self._chunk = min(config.prefill_chunk, config.max_num_batched_tokens)
+        self._num_groups = len(config.windows)
+        self._spanned_by_token = {window: config.pages_spanned(1, window) for window in config.windows}
         self._pages = pages
         self._lengths = lengths
         self.num_promised = 0
 
     def pages_needed(self, request: Request) -> int:
         """Pages that must exist in the whole pool for `request` ever to run, outputs computed again as prompts too."""
-        pages = self._pages_of(request.num_prompt_tokens + request.max_tokens)
-        return min(pages, self._config.pages_spanned(self._chunk)) if self._config.sliding_window else pages
+        return self._config.pages_needed(request.num_prompt_tokens + request.max_tokens)
 
     def reserve(
         self,
@@ -65,36 +68,36 @@ class Reservation:
         running: Collection[Sequence],
         *,
         victim: Sequence | None = None,
-        shared: Items[int] = (),
-        first: int = 0,
+        found: Items[Found] | None = None,
     ) -> bool:
         """Promises pages to `sequence`, or changes nothing and returns False.
 
         Args:
           running: sequences that hold a slot.
           victim: one of them that is to give up its slot to `sequence`.
-          shared: cached or owned pages that `sequence` will hold: they need not be promised, and those
-            without an owner stop being available.
-          first: page from which on it holds or shares pages: no layer sees those before it any more.
+          found: by group, cached or owned pages that `sequence` will hold: they need not be promised, and those
+            without an owner stop being available. None: none, in no group.
         """
-        lacking = self._lacking(sequence, shared, first)
-        if self.num_promised + lacking > self._num_left(sequence, shared, running, victim):
+        lacking = self._lacking(sequence, found)
+        if self.num_promised + sum(lacking) > self._num_left(sequence, found, running, victim):
             return False
-        self._promise(sequence, lacking)
+        self._promise_each(sequence, lacking)
         return True
 
     def grow(self, sequence: Sequence) -> bool:
-        """Promises one page more, or changes nothing and returns False."""
-        if self.num_promised >= self._pages.num_promisable:
+        """Promises a page in every group in which none is promised, or changes nothing and returns False."""
+        lacking = [int(not holding.num_promised) for holding in sequence.holdings]
+        if self.num_promised + sum(lacking) > self._pages.num_promisable:
             return False
-        self._promise(sequence, 1)
+        self._promise_each(sequence, lacking)
         return True
 
-    def passed(self, sequence: Sequence, count: int) -> None:
+    def passed(self, sequence: Sequence, holding: Holding, count: int) -> None:
         """`sequence` has given `count` pages back: as many are promised, up to what it will hold at once."""
-        most = self._most_pages(sequence, sequence.max_total_tokens, sequence.num_passed_pages, sequence.num_scheduled)
-        promised = min(sequence.num_promised_pages + count, max(most - len(sequence.pages), 0))
-        self._promise(sequence, promised - sequence.num_promised_pages)
+        tokens, start = sequence.max_total_tokens, sequence.num_scheduled
+        most = self._most_pages(sequence, holding.window, tokens, holding.num_passed, start)
+        promised = min(holding.num_promised + count, max(most - len(holding.pages), 0))
+        self._promise(holding, promised - holding.num_promised)
 
     def steps_within(self, sequences: Items[Sequence], most: int) -> int:
         """How many decode steps of all `sequences`, up to `most`, find their pages; each finds those of one.
@@ -105,7 +108,7 @@ class Reservation:
         left = self._pages.num_promisable - self.num_promised
         if left < 0:  # only the worst moment of single steps is known to fit
             return 1
-        if not self.grows and not self._config.sliding_window:
+        if not self.grows and not any(self._config.windows):
             return most
         low, high = 1, most
         while low < high:
@@ -116,56 +119,81 @@ class Reservation:
 
     def cover(self, sequence: Sequence, num_steps: int) -> None:
         """Promises what `num_steps` decode steps need beyond what is promised; `steps_within` has found it."""
-        self._promise(sequence, self._unpromised(sequence, num_steps))
+        needed = self._needed(sequence, num_steps)
+        for holding in sequence.holdings:
+            if needed > holding.num_promised:
+                self._promise(holding, needed - holding.num_promised)
 
     def _unpromised(self, sequence: Sequence, num_steps: int) -> int:
-        """Pages that so many decode steps need, at most as many as the sequence has left, and nobody promised."""
-        end = min(sequence.num_scheduled + num_steps, sequence.num_kv_tokens)
-        return max(self._pages_of(end) - sequence.num_pages - sequence.num_promised_pages, 0)
+        """Pages that so many decode steps need and nobody promised, in all groups together."""
+        needed = self._needed(sequence, num_steps)
+        return sum([max(needed - holding.num_promised, 0) for holding in sequence.holdings])
 
-    def take(self, sequence: Sequence, count: int) -> None:
-        """`count` promised pages are in the sequence's hands."""
-        assert count <= sequence.num_promised_pages, f"{sequence.request_id} takes pages that were not promised"
-        sequence.num_promised_pages -= count
+    def _needed(self, sequence: Sequence, num_steps: int) -> int:
+        """Pages of each group that so many decode steps need, at most as many as the sequence has left."""
+        return self._pages_of(min(sequence.num_scheduled + num_steps, sequence.num_kv_tokens)) - sequence.num_pages
+
+    def take(self, sequence: Sequence, holding: Holding, count: int) -> None:
+        """`count` promised pages of a group are in the sequence's hands."""
+        assert count <= holding.num_promised, f"{sequence.request_id} takes pages that were not promised"
+        holding.num_promised -= count
         self.num_promised -= count
 
-    def take_one_each(self, sequences: Items[Sequence]) -> None:
-        """`take` of one page for several sequences."""
-        for sequence in sequences:
-            assert sequence.num_promised_pages, f"{sequence.request_id} takes a page that was not promised"
-            sequence.num_promised_pages -= 1
-        self.num_promised -= len(sequences)
+    def take_one_each(self, holdings: Items[Holding]) -> None:
+        """`take` of one page each."""
+        for holding in holdings:
+            assert holding.num_promised, f"a page of group {holding.group} is taken that was not promised"
+            holding.num_promised -= 1
+        self.num_promised -= len(holdings)
 
     def release(self, sequence: Sequence) -> None:
         """Takes every promise back."""
-        self._promise(sequence, -sequence.num_promised_pages)
+        for holding in sequence.holdings:
+            self._promise(holding, -holding.num_promised)
 
     def _num_left(
-        self, sequence: Sequence, shared: Items[int], running: Collection[Sequence], victim: Sequence | None
+        self,
+        sequence: Sequence,
+        found: Items[Found] | None,
+        running: Collection[Sequence],
+        victim: Sequence | None,
     ) -> int:
-        """Promisable pages once `sequence` owns `shared`, less those that are left for others on purpose."""
-        cost = self._pages.cost_of_sharing(shared, passing=sequence.gives_pages_back)
-        return self._pages.num_promisable - cost
+        """Promisable pages once `sequence` owns what is found, less those that are left for others on purpose."""
+        left = self._pages.num_promisable
+        if found is not None:
+            for holding, (_, shared) in zip(sequence.holdings, found, strict=True):
+                left -= self._pages.cost_of_sharing(shared, passing=holding.gives_back)
+        return left
 
-    def _lacking(self, sequence: Sequence, shared: Items[int], first: int) -> int:
-        """Pages to promise beyond those held, promised and shared."""
+    def _lacking(self, sequence: Sequence, found: Items[Found] | None) -> list[int]:
+        """Pages to promise in each group beyond those held, promised and shared."""
         if sequence.num_setbacks >= self._config.max_preemptions:
             tokens = sequence.max_total_tokens
         else:
             tokens = self._tokens(sequence)
-        start = sequence.num_scheduled or (first + len(shared)) * self._page_size
-        most = self._most_pages(sequence, tokens, first, start)
-        return max(most - len(sequence.pages) - sequence.num_promised_pages - len(shared), 0)
+        lacking = []
+        for index, holding in enumerate(sequence.holdings):
+            first, shared = (holding.num_passed, ()) if found is None else found[index]
+            start = sequence.num_scheduled or (first + len(shared)) * self._page_size
+            most = self._most_pages(sequence, holding.window, tokens, first, start)
+            lacking.append(max(most - len(holding.pages) - holding.num_promised - len(shared), 0))
+        return lacking
 
-    def _most_pages(self, sequence: Sequence, num_tokens: int, first: int, start: int) -> int:
-        """Pages it holds at once on its way to `num_tokens`, now at token `start` and with pages from `first` on."""
+    def _most_pages(self, sequence: Sequence, window: int, num_tokens: int, first: int, start: int) -> int:
+        """Pages of a group that it holds at once on its way to `num_tokens`.
+
+        Args:
+          window: of the group.
+          first: page from which on it holds pages.
+          start: token at which it is now.
+        """
         pages = self._pages_of(num_tokens) - first
-        if not self._config.sliding_window:
+        if not window:
             return pages
-        most = min(pages, self._config.pages_spanned(1))
+        most = min(pages, self._spanned_by_token[window])
         end = sequence.num_known_tokens if sequence.restarted else sequence.num_prefill_tokens
         if start < end:
-            spanned = self._config.pages_spanned(min(end - start, self._chunk))
+            spanned = self._config.pages_spanned(min(end - start, self._chunk), window)
             most = max(most, min(self._pages_of(end) - first, spanned))
         return most
 
@@ -173,8 +201,13 @@ class Reservation:
         """Tokens whose pages are promised."""
         return sequence.max_total_tokens
 
-    def _promise(self, sequence: Sequence, count: int) -> None:
-        sequence.num_promised_pages += count
+    def _promise_each(self, sequence: Sequence, counts: Items[int]) -> None:
+        """`_promise` in every group."""
+        for holding, count in zip(sequence.holdings, counts, strict=True):
+            self._promise(holding, count)
+
+    def _promise(self, holding: Holding, count: int) -> None:
+        holding.num_promised += count
         self.num_promised += count
 
     def _pages_of(self, num_tokens: int) -> int:
@@ -193,7 +226,7 @@ class Expected(Reservation):
 
 
 class Optimistic(Reservation):
-    """Promises the tokens known and one more; a page per running sequence is left for their next tokens."""
+    """Promises the tokens known and one more; a page per running sequence and group is left for their next tokens."""
 
     grows = True
 
@@ -201,9 +234,14 @@ class Optimistic(Reservation):
         return min(sequence.num_prompt_tokens + len(sequence.output_token_ids) + 1, sequence.max_total_tokens)
 
     def _num_left(
-        self, sequence: Sequence, shared: Items[int], running: Collection[Sequence], victim: Sequence | None
+        self,
+        sequence: Sequence,
+        found: Items[Found] | None,
+        running: Collection[Sequence],
+        victim: Sequence | None,
     ) -> int:
-        return super()._num_left(sequence, shared, running, victim) - (len(running) - (victim is not None))
+        num_others = len(running) - (victim is not None)
+        return super()._num_left(sequence, found, running, victim) - num_others * self._num_groups
 
 
 class Exact(Reservation):
@@ -222,22 +260,25 @@ class Exact(Reservation):
         running: Collection[Sequence],
         *,
         victim: Sequence | None = None,
-        shared: Items[int] = (),
-        first: int = 0,
+        found: Items[Found] | None = None,
     ) -> bool:
         """See `Reservation.reserve`. O(running log running), O(1) while the promises of all fit."""
-        lacking = self._lacking(sequence, shared, first)
-        left = self._num_left(sequence, shared, running, victim) - lacking
+        lacking = self._lacking(sequence, found)
+        left = self._num_left(sequence, found, running, victim) - sum(lacking)
         # No moment needs more than all promises together, and what the steps ahead may add to each sequence.
-        if self.num_promised + len(running) * self._pages_of(self._config.max_steps_ahead) <= left:
-            self._promise(sequence, lacking)
+        ahead = self._pages_of(self._config.max_steps_ahead) * self._num_groups
+        if self.num_promised + len(running) * ahead <= left:
+            self._promise_each(sequence, lacking)
             return True
         # `decode_ready`, compared in place: a call per running sequence would show.
         in_step = [s for s in running if s.num_scheduled >= s.num_prefill_tokens and s is not victim]
-        left -= self.num_promised - sum([other.num_promised_pages for other in in_step])
-        if left < 0 or peak_of_additional_pages(in_step, frozenset(shared), self._pages, self._config) > left:
+        left -= self.num_promised
+        for group in range(self._num_groups):
+            left += sum([other.holdings[group].num_promised for other in in_step])
+        shared = frozenset([page for _, pages in found or () for page in pages])
+        if left < 0 or peak_of_additional_pages(in_step, shared, self._pages, self._config) > left:
             return False
-        self._promise(sequence, lacking)
+        self._promise_each(sequence, lacking)
         return True
 
 

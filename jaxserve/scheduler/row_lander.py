@@ -88,7 +88,7 @@ class RowLander(Lifecycle, RowPlanner):
 
     def _remember_run(self, sequence: Sequence, num_written: int) -> None:
         """The first `num_written` tokens of a live sequence are in its pages, before it may end and give them back."""
-        if not self.config.enable_prefix_caching or sequence.restarted or sequence.host_pages:
+        if not self.config.enable_prefix_caching or sequence.restarted or sequence.is_swapped_out:
             return
         if num_written // self.config.page_size > sequence.num_named_pages:
             self._remember_pages(sequence, num_written)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+from jaxserve.scheduler.moves import Moves
 from jaxserve.scheduler.plan import DecodeRows, PageUpdate, Placement, PrefillChunk
 from jaxserve.scheduler.sequence import Sequence
-from jaxserve.scheduler.state import SchedulerState
 
 
-class RowPlanner(SchedulerState):
+class RowPlanner(Moves):
     """The scheduler's tables, and the rows made from them."""
 
     def _new_placements(self) -> tuple[list[Placement], list[PageUpdate]]:
@@ -23,11 +23,13 @@ class RowPlanner(SchedulerState):
             outputs = len(sequence.output_token_ids)
             cached = sequence.num_cached_tokens
             placements.append(Placement(sequence.request_id, slot, outputs, sequence.last_token_id, cached))
-            if sequence.num_pages:
-                pages.append(PageUpdate(slot, 0, (0,) * sequence.num_passed_pages + tuple(sequence.pages)))
-        for sequence, slot, first, count in self._passed:
+            for holding in sequence.holdings:
+                if holding.num_pages:
+                    ids = (0,) * holding.num_passed + tuple(holding.pages)
+                    pages.append(PageUpdate(slot, 0, ids, holding.group))
+        for sequence, slot, group, first, count in self._passed:
             if sequence.slot == slot and slot not in self._unplaced:
-                pages.append(PageUpdate(slot, first, (0,) * count))
+                pages.append(PageUpdate(slot, first, (0,) * count, group))
         self._unplaced = {}
         return placements, pages
 
@@ -116,18 +118,22 @@ class RowPlanner(SchedulerState):
         return chunk
 
     def _take_pages(self, sequence: Sequence, count: int, pages: list[PageUpdate]) -> None:
-        """Turns `count` promised pages into held ones; the plan tells the device."""
-        self._reservation.take(sequence, count)
-        new = self._pages.allocate(count, passing=sequence.gives_pages_back)
-        pages.append(PageUpdate(sequence.slot, sequence.num_pages, tuple(new)))
-        sequence.pages += new
+        """Turns `count` promised pages of every group into held ones; the plan tells the device."""
+        for holding in sequence.holdings:
+            self._reservation.take(sequence, holding, count)
+            new = self._pages.allocate(count, passing=holding.gives_back)
+            pages.append(PageUpdate(sequence.slot, holding.num_pages, tuple(new), holding.group))
+            holding.pages += new
 
     def _take_page_each(self, sequences: Items[Sequence], pages: list[PageUpdate]) -> None:
-        """`_take_pages` of one page for several sequences."""
-        self._reservation.take_one_each(sequences)
-        for sequence, page in zip(sequences, self._pages.allocate(len(sequences)), strict=True):
-            index = sequence.num_passed_pages + len(sequence.pages)
-            pages.append(PageUpdate(sequence.slot, index, (page,)))
-            sequence.pages.append(page)
-            if sequence.gives_pages_back:
-                self._pages.will_pass(page)
+        """`_take_pages` of one page in every group for several sequences."""
+        for group in range(len(self._windows)):
+            holdings = [sequence.holdings[group] for sequence in sequences]
+            self._reservation.take_one_each(holdings)
+            new = self._pages.allocate(len(sequences))
+            for sequence, holding, page in zip(sequences, holdings, new, strict=True):
+                held = holding.pages
+                pages.append(PageUpdate(sequence.slot, holding.num_passed + len(held), (page,), group))
+                held.append(page)
+                if holding.gives_back:
+                    self._pages.will_pass(page)

@@ -63,8 +63,9 @@ What may never happen
 - More tokens in a plan than the budget; a chunk longer than the limit; a prompt token while a
   decode-ready slot goes without.
 - An empty plan while some request holds a slot, unless all lack pages that a step in flight is to return.
-- A page of two owners that the prefix cache did not join, or page 0 owned; more pages promised than there are.
-- A page given back that a row to come sees; more pages held at once than a chunk and its window span.
+- A page of two owners that the prefix cache did not join, or of two groups of layers, or page 0 owned; more pages
+  promised than there are.
+- A page given back that a row to come sees; more pages held at once in a group than a chunk and its window span.
 - A request left waiting for ever: every step either gives the front a slot or brings a holder nearer its end,
   and between two preemptions a request gains a token.
 - A plan of several steps while somebody waits; a token of it beyond its request's end.
@@ -137,7 +138,7 @@ class Scheduler(RowLander):
         return plan
 
     def _plan(self, now: float) -> StepPlan:
-        if self.config.sliding_window:
+        if self._passing:
             self._pass_pages()
         starved = self._secure_pages() if self._reservation.grows else ()
         waits_for = self._promote(now)
@@ -279,13 +280,13 @@ class Scheduler(RowLander):
         page_size = self.config.page_size
         for sequence in [sequence for sequence in self._decoding.sequences if not sequence.num_scheduled % page_size]:
             # A slot may have been lost to an earlier one's need.
-            if sequence.slot == NO_SLOT or sequence.num_promised_pages:
+            if sequence.slot == NO_SLOT or all([holding.num_promised for holding in sequence.holdings]):
                 continue
             while not self._reservation.grow(sequence):
                 victim = None if self._returning else self._victims.for_pages(self._running.values())
                 if victim is not None:
                     self._preempt(victim)
-                    if victim.num_in_flight and victim.pages:
+                    if victim.num_in_flight and victim.num_held_pages:
                         self._returning.append(victim)
                 if victim is None:
                     starved.append(sequence)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxserve.core import FinishReason, Request
+from jaxserve.scheduler.holding import Holding
 
 NO_SLOT = -1
 
@@ -26,11 +27,7 @@ class Sequence:
       num_scheduled: tokens whose K/V is written or will be by a step in flight; K/V of tokens
         [0, num_scheduled) is valid for the next plan.
       output_token_ids: tokens the host has seen; trails by the steps in flight.
-      gives_pages_back: some of its pages are given back before its end, as no layer sees their tokens any more.
-      num_passed_pages: pages, from the first, that were given back so.
-      pages: pages held, in token order, from page `num_passed_pages` of its tokens on.
-      host_pages: of the host pool, likewise, while it is swapped out; it holds no others then.
-      num_promised_pages: pages it does not hold yet and will find free (see `reservations`).
+      holdings: its pages, by group of layers.
       num_in_flight: plans not yet updated that carry a row of it.
       num_preemptions: times it lost its slot.
       num_setbacks: these, and arrivals of higher class that took a free slot while it was the queue's front.
@@ -47,15 +44,11 @@ class Sequence:
     request: Request
     arrival: int
     arrived_at: float
-    gives_pages_back: bool = False
+    holdings: list[Holding] = field(default_factory=lambda: [Holding()])
     slot: int = NO_SLOT
     turn: int = -1
     num_scheduled: int = 0
     output_token_ids: list[int] = field(default_factory=list)
-    num_passed_pages: int = 0
-    pages: list[int] = field(default_factory=list)
-    host_pages: list[int] = field(default_factory=list)
-    num_promised_pages: int = 0
     num_in_flight: int = 0
     num_preemptions: int = 0
     num_setbacks: int = 0
@@ -94,8 +87,23 @@ class Sequence:
 
     @property
     def num_pages(self) -> int:
-        """Pages it has had for its tokens: those given back and those held."""
-        return self.num_passed_pages + len(self.pages)
+        """Pages it has had for its tokens in each group: those given back and those held."""
+        return self.holdings[0].num_pages
+
+    @property
+    def num_held_pages(self) -> int:
+        """Pages it holds, in all groups together."""
+        return sum([len(holding.pages) for holding in self.holdings])
+
+    @property
+    def num_promised_pages(self) -> int:
+        """Pages it does not hold yet and will find free, in all groups together."""
+        return sum([holding.num_promised for holding in self.holdings])
+
+    @property
+    def is_swapped_out(self) -> bool:
+        """Its pages are on the host."""
+        return any([holding.host_pages for holding in self.holdings])
 
     @property
     def decode_ready(self) -> bool:

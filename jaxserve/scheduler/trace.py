@@ -268,14 +268,10 @@ class TraceWriter:
     def __init__(self, path: str | Path, *, model: str = "", config: SchedulerConfig | None = None) -> None:
         self._path = Path(path)
         self._file: FileIO | None = FileIO(self._path, "w")  # unbuffered: what happened before a crash is there
-        self._write(
-            {
-                "kind": "header",
-                "schema_version": SCHEMA_VERSION,
-                "model": model,
-                "config": None if config is None else asdict(config),
-            }
-        )
+        settings = None if config is None else asdict(config)
+        if settings and not settings["group_windows"]:
+            del settings["group_windows"]  # as long as layers are one group, older versions can read it
+        self._write({"kind": "header", "schema_version": SCHEMA_VERSION, "model": model, "config": settings})
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Writes one record."""

@@ -92,7 +92,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Puts in a sequence for which `refusal` is None."""
         self._lines[sequence.request.service_class].push(self._order.key(sequence), sequence)
-        if sequence.num_preemptions and not sequence.restarted and not sequence.host_pages:
+        if sequence.num_preemptions and not sequence.restarted and not sequence.is_swapped_out:
             self._paused.push(self._order.key(sequence), sequence)
         if self._by_rank is not None and not sequence.num_preemptions:
             self._by_rank.push((-sequence.request.priority, -sequence.arrival), sequence)

@@ -6,12 +6,17 @@ and can be fitted to the trace of a real engine (`tools/fit_cost_model`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
 from jaxserve.scheduler import StepPlan
 from jaxserve.sim.json_fields import REQUIRED, JsonFields, read_json
+
+Windows = tuple[int, ...]
+"""Of each group of layers the tokens that a query sees, as `SchedulerConfig.windows`; 0: all."""
+ONE_GROUP: Windows = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,8 @@ class StepFeatures:
 
     Attributes:
       decode_rows: rows with one token each.
-      decode_context: K/V tokens the decode rows read, their own included; here and below those in the sliding window.
+      decode_context: K/V tokens the decode rows read, their own included; here and below those in the sliding window,
+        and of several groups of layers the mean, rounded down.
       prefill_tokens: prompt tokens computed.
       prefill_attention: sum over prefill tokens of the tokens each attends to, itself included.
       prefill_context: K/V tokens the chunks read, each chunk's once: its end position.
@@ -40,28 +46,34 @@ class StepFeatures:
 
 
 def plan_s(
-    cost_model: CostModel, plan: StepPlan, decode_tokens: tuple[int, ...], sliding_window: int = 0
+    cost_model: CostModel, plan: StepPlan, decode_tokens: tuple[int, ...], windows: Windows = ONE_GROUP
 ) -> tuple[float, int]:
     """Seconds of a plan, and its steps that run.
 
     Args:
       decode_tokens: that each row of a plan of several steps brings; the last row to end ends it.
-      sliding_window: of the scheduler's settings.
+      windows: of the scheduler's settings.
     """
     if plan.num_steps == 1:
-        return cost_model.step_s(features_of(plan, sliding_window)), 1
+        return cost_model.step_s(features_of(plan, windows)), 1
     num_steps = max(*decode_tokens, 1)
-    steps = (_decode_step(plan, decode_tokens, step, sliding_window) for step in range(num_steps))
+    steps = (_decode_step(plan, decode_tokens, step, windows) for step in range(num_steps))
     return sum(map(cost_model.step_s, steps)), num_steps
 
 
-def _decode_step(plan: StepPlan, decode_tokens: tuple[int, ...], step: int, sliding_window: int) -> StepFeatures:
+def _decode_step(plan: StepPlan, decode_tokens: tuple[int, ...], step: int, windows: Windows) -> StepFeatures:
     """What one of several decode steps makes the device do; one that no row has a part in is the first."""
     pairs = zip(plan.decode.positions, decode_tokens, strict=True)
-    contexts = [tokens_seen(position + step, 1, sliding_window) for position, count in pairs if count > step] or [1]
-    return StepFeatures(
-        decode_rows=len(contexts), decode_context=sum(contexts), emitted=len(contexts), dispatches=int(step == 0)
-    )
+    positions = [position + step for position, count in pairs if count > step] or [0]
+    rows = len(positions)
+    context = mean_seen(positions, [1] * rows, windows)
+    return StepFeatures(decode_rows=rows, decode_context=context, emitted=rows, dispatches=int(step == 0))
+
+
+def mean_seen(firsts: Iterable[int], counts: Iterable[int], windows: Windows) -> int:
+    """`tokens_seen` of several runs of tokens together, the mean over groups of layers."""
+    runs = list(zip(firsts, counts, strict=True))
+    return sum([tokens_seen(first, count, window) for window in windows for first, count in runs]) // len(windows)
 
 
 def tokens_seen(first: int, count: int, sliding_window: int) -> int:
@@ -73,25 +85,28 @@ def tokens_seen(first: int, count: int, sliding_window: int) -> int:
     return seen
 
 
-def features_of(plan: StepPlan, sliding_window: int = 0) -> StepFeatures:
+def features_of(plan: StepPlan, windows: Windows = ONE_GROUP) -> StepFeatures:
     """What a plan makes the device do in its first step."""
-    tokens = attention = context = emitted = 0
+    tokens = context = emitted = 0
     for chunk in plan.prefill:
         count = len(chunk.token_ids)
         tokens += count
-        attention += tokens_seen(chunk.start, count, sliding_window)
-        context += min(chunk.end, sliding_window - 1 + count) if sliding_window else chunk.end
+        context += sum([min(chunk.end, window - 1 + count) if window else chunk.end for window in windows])
         emitted += chunk.emits
+    starts, counts = [chunk.start for chunk in plan.prefill], [len(chunk.token_ids) for chunk in plan.prefill]
     rows = len(plan.decode)
-    decode_context = sum(plan.decode.positions) + rows
-    if sliding_window:
-        decode_context = sum([min(position + 1, sliding_window) for position in plan.decode.positions])
+    decode_context = 0
+    for window in windows:
+        if window:
+            decode_context += sum([min(position + 1, window) for position in plan.decode.positions])
+        else:
+            decode_context += sum(plan.decode.positions) + rows
     return StepFeatures(
         decode_rows=rows,
-        decode_context=decode_context,
+        decode_context=decode_context // len(windows),
         prefill_tokens=tokens,
-        prefill_attention=attention,
-        prefill_context=context,
+        prefill_attention=mean_seen(starts, counts, windows),
+        prefill_context=context // len(windows),
         emitted=rows + emitted,
         swapped_pages=sum([len(swap.page_ids) for swap in plan.swaps]),
     )

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler.trace_reader import TraceReader
-from jaxserve.sim.cost_model import LinearCost, tokens_seen
+from jaxserve.sim.cost_model import LinearCost, Windows, mean_seen
 from jaxserve.sim.fixed_workload import read_trace
 
 MIN_ITERATIONS = 20
@@ -183,24 +183,28 @@ def _samples(path: str | Path) -> tuple[list[tuple[float, ...]], list[float]]:
             # Without its pages it begins anew, but where it was paused, which none but "pause" does.
             if config.preemption != "pause" and request_id not in dict(record.get("swapped_out", ())):
                 written[request_id] = 0
-        rows.append(_work(record, prompts, written, config.sliding_window))
+        rows.append(_work(record, prompts, written, config.windows))
         previous = record
     return rows[: len(durations)], durations  # nobody knows how long the last took
 
 
 def _work(
-    record: dict[str, Any], prompts: dict[str, int], written: dict[str, int], sliding_window: int
+    record: dict[str, Any], prompts: dict[str, int], written: dict[str, int], windows: Windows
 ) -> tuple[float, ...]:
-    tokens = attention = context = 0
+    tokens = 0
+    firsts: list[int] = []
+    starts: list[int] = []
     counts = record.get("decode_tokens") or [1] * len(record["decode"])
     for request_id, count in zip(record["decode"], counts, strict=True):
         before = max(written[request_id], prompts[request_id])
         written[request_id] = before + count
-        context += tokens_seen(before, count, sliding_window)
+        firsts.append(before)
     for request_id, count in record["prefill"]:
         tokens += count
-        attention += tokens_seen(written[request_id], count, sliding_window)
+        starts.append(written[request_id])
         written[request_id] += count
+    context = mean_seen(firsts, counts, windows)
+    attention = mean_seen(starts, [count for _, count in record["prefill"]], windows)
     swapped = sum(pages for _, pages in (*record.get("swapped_out", ()), *record.get("swapped_in", ())))
     # Where every row had ended before it began, no step ran.
     steps = max(counts, default=1) if record.get("decode_steps", 1) > 1 else 1

@@ -177,6 +177,7 @@ class RooflineCost:
       overhead_s: of every iteration, however many decode steps it has.
       host_bandwidth: bytes per second between one device and the host, one way.
       page_size: tokens of a swapped page.
+      num_groups: groups of layers that have pages of their own.
 
     Raises:
       ValueError: no chip, or an efficiency above 1.
@@ -195,6 +196,7 @@ class RooflineCost:
         overhead_s: float = 5e-4,
         host_bandwidth: float = 25e9,
         page_size: int = 16,
+        num_groups: int = 1,
     ) -> None:
         for name, share in (("compute_efficiency", compute_efficiency), ("memory_efficiency", memory_efficiency)):
             if not 0.0 < share <= 1.0:
@@ -213,7 +215,8 @@ class RooflineCost:
         heads = -(-shape.num_kv_heads // num_chips)
         self.kv_token_bytes = 2 * shape.num_layers * heads * shape.head_dim * kv_bits / 8
         """Bytes of one token's K and V on one device."""
-        self._page_bytes = page_size * self.kv_token_bytes
+        self._num_groups = num_groups
+        self._page_bytes = page_size * self.kv_token_bytes / num_groups
 
     def step_s(self, features: StepFeatures) -> float:
         """Overhead, the longer of both, and the way to the host."""
@@ -230,7 +233,7 @@ class RooflineCost:
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction is {memory_fraction}; it must be in (0, 1]")
         room = self.chip.memory_bytes * memory_fraction - self._held_weights
-        pages = int(room // (page_size * self.kv_token_bytes))
+        pages = int(room // (page_size * self.kv_token_bytes / self._num_groups))
         if pages < 2:
             raise ValueError(
                 f"weights take {self._held_weights / 1e9:.1f} GB of each {self.chip.name}, which has"

@@ -199,6 +199,11 @@ def _typed(policy: JsonFields, name: str, default: Any) -> Any:
             return policy.integer(name, 0)
         case str():
             return policy.text(name)
+        case tuple() if name == "group_windows":
+            windows = policy.items(name)
+            if any(isinstance(window, bool) or not isinstance(window, int) for window in windows):
+                raise ValueError(f"{policy.name_of(name)} is {windows}; it must be a list of integers")
+            return tuple(windows)
         case tuple():
             raise ValueError(f"{policy.name_of(name)} is a file of its own; give it as --{name}=FILE")
         case _:
@@ -219,7 +224,8 @@ def _settings(policy: Mapping[str, Any], arrivals: list[Arrival]) -> dict[str, A
     }
     settings |= {POLICY_NAMES.get(name, name): value for name, value in policy.items()}
     check_page_size(settings["page_size"])
-    settings.setdefault("num_pages", most_live * -(-longest // settings["page_size"]) + 2)
+    pages = most_live * -(-longest // settings["page_size"]) * max(len(settings.get("group_windows", ())), 1)
+    settings.setdefault("num_pages", pages + 2)
     return settings
 
 

@@ -182,8 +182,8 @@ class Simulator:
         if self._on_plan:
             self._on_plan(plan)
         decode_tokens = self._num_to_come(plan) if plan.num_steps > 1 else ()
-        window = self._result.config.sliding_window
-        duration_s, num_steps = plan_s(self._cost_model, plan, decode_tokens, window)
+        windows = self._result.config.windows
+        duration_s, num_steps = plan_s(self._cost_model, plan, decode_tokens, windows)
         assert duration_s > 0.0, f"the cost model gives plan {plan.iteration} {duration_s} s"
         began_at = max(self._now, self._device_free_at)
         self._device_free_at = began_at + duration_s

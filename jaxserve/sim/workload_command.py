@@ -123,4 +123,5 @@ def _cost_model(flags: FlagValues) -> CostModel:
         overhead_s=flags.overhead_s,
         host_bandwidth=flags.host_bandwidth * 1e9,
         page_size=flags.page_size,
+        num_groups=max(len(flags.group_windows or ()), 1),
     )

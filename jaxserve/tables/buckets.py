@@ -29,7 +29,7 @@ class Bucket:
       decode_rows: B, rows of the decode table; 0: none.
       prefill_tokens: T, rows of the prefill token table; 0: none.
       prefill_rows: R, sequences in the prefill table; 0 exactly when T is 0.
-      table_width: W, pages per row of both page tables.
+      table_width: W, pages per row of all page tables.
     """
 
     decode_rows: int

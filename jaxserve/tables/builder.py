@@ -88,15 +88,16 @@ class TableBuilder:
     def __init__(self, config: SchedulerConfig, buckets: BucketTable, *, adapters: bool = False) -> None:
         self._num_pages = config.num_pages
         self._page_size = config.page_size
-        # Where pages are given back, the null page takes their place.
-        self._least_page = 0 if config.sliding_window else 1
+        # By group of layers: where pages are given back, the null page takes their place.
+        self._least_pages = tuple(0 if window else 1 for window in config.windows)
         self._scratch_slot = config.max_num_seqs
         self._buckets = buckets
         self._layouts: dict[Bucket, TableLayout] = {}
         self._paddings: dict[Bucket, StepTables] = {}
         # With a last row or column for the scratch slot, so that padding is gathered like everything else.
         slots = config.max_num_seqs + 1
-        self._pages = np.zeros((slots, config.pages_per_seq), np.int32)
+        self._pages = np.zeros((len(config.windows), slots, config.pages_per_seq), np.int32)
+        self._pages_of = list(self._pages)  # the same, by group
         # A row per field, as in the blobs.
         self._ints = np.zeros((len(SAMPLING_INTS), slots), np.int32)
         self._floats = np.zeros((len(SAMPLING_FLOATS), slots), np.float32)
@@ -116,7 +117,7 @@ class TableBuilder:
         """The bucket's field places."""
         layout = self._layouts.get(bucket)
         if layout is None:
-            layout = self._layouts[bucket] = TableLayout(bucket, self._adapter_places is not None)
+            layout = self._layouts[bucket] = TableLayout(bucket, self._adapter_places is not None, len(self._pages))
         return layout
 
     def empty_limits(self, bucket: Bucket) -> NDArray[np.int32]:
@@ -191,12 +192,12 @@ class TableBuilder:
             ints[first : first + count] += 1
         assert ints[layout.int_fields["decode_position"][0]] == rows.positions[0], (plan.iteration, rows.positions[0])
         if plan.pages:
-            first, (_, width) = layout.int_fields["decode_pages"]
-            for slot, index, page_ids in plan.pages:
+            first, (_, num_rows, width) = layout.int_fields["decode_pages"]
+            for slot, index, page_ids, group in plan.pages:
                 if slot not in rows.slots:
                     continue
                 assert index + len(page_ids) <= width, (plan.iteration, slot, index, page_ids, width)
-                at = first + rows.slots.index(slot) * width + index
+                at = first + (group * num_rows + rows.slots.index(slot)) * width + index
                 ints[at : at + len(page_ids)] = page_ids
         tables = StepTables(bucket, ints, last.tables.floats)
         last.tables, last.longest, self._last = tables, longest, last
@@ -213,15 +214,16 @@ class TableBuilder:
     def _apply(self, plan: StepPlan, request_of: Callable[[str], Request]) -> None:
         for placement in plan.placements:
             self._place(placement.slot, request_of(placement.request_id))
-        pages, num_pages, least = self._pages, self._num_pages, self._least_page
-        for slot, first, page_ids in plan.pages:
+        pages_of, num_pages, least_pages = self._pages_of, self._num_pages, self._least_pages
+        for slot, first, page_ids, group in plan.pages:
+            pages, least = pages_of[group], least_pages[group]
             # Kernels do not check ids: one out of range would read or write some other memory.
             if len(page_ids) == 1:  # most updates: the next page of a slot whose last one is full
                 (page,) = page_ids
-                assert least <= page < num_pages, (slot, first, page, num_pages)
+                assert least <= page < num_pages, (slot, group, first, page, num_pages)
                 pages[slot, first] = page
             else:
-                assert least <= min(page_ids) <= max(page_ids) < num_pages, (slot, first, page_ids, num_pages)
+                assert least <= min(page_ids) <= max(page_ids) < num_pages, (slot, group, first, page_ids, num_pages)
                 pages[slot, first : first + len(page_ids)] = page_ids
 
     def _place(self, slot: int, request: Request) -> None:
@@ -252,11 +254,11 @@ class TableBuilder:
     ) -> None:
         count = len(of_rows)
         slots = np.fromiter(of_rows, np.int32, count)
-        pages = fields["decode_pages"]
         fields["decode_position"][:count] = positions
         fields["decode_slot"][:count] = fields["slot"][:count] = slots
         fields["sample_position"][:count] = positions + 1
-        self._pages[:, : pages.shape[1]].take(slots, axis=0, out=pages[:count], mode="clip")
+        for tables, pages in zip(self._pages_of, fields["decode_pages"], strict=True):
+            tables[:, : pages.shape[1]].take(slots, axis=0, out=pages[:count], mode="clip")
 
     def _limits(self, rows: DecodeRows, bucket: Bucket) -> NDArray[np.int32]:
         assert self._stop_ids is not None, "a plan has several steps; max_decode_steps is 1"
@@ -279,7 +281,7 @@ class TableBuilder:
             fields["prefill_row"][first:last] = index
             fields["prefill_starts"][index + 1 :] = last
             fields["prefill_context"][index] = fields["sample_position"][row] = chunk.end
-            fields["prefill_pages"][index] = self._pages[chunk.slot, : bucket.table_width]
+            fields["prefill_pages"][:, index] = self._pages[:, chunk.slot, : bucket.table_width]
             fields["slot"][row] = chunk.slot
             first = last
 

@@ -4,18 +4,18 @@ A step gets one int32 blob and one float32 blob, so that an iteration costs two 
 however many fields it has. The layout of a bucket is computed once and used from both sides: the
 builder writes numpy views, the compiled step reads static slices.
 
-int32 fields (B, T, R, W of the bucket; N = B + R sample rows, decode rows first):
+int32 fields (B, T, R, W of the bucket; N = B + R sample rows, decode rows first; G groups of layers):
 
   decode_position [B]     write index of the row's input token; -1: padding
   decode_slot [B]         row of the per-slot state; the scratch slot for padding
-  decode_pages [B, W]     page table; page 0 (null) for padding
+  decode_pages [G, B, W]  page table of each group; page 0 (null) for padding
   prefill_tokens [T]      token ids; 0 for padding
   prefill_position [T]    write indices; 0 for padding
   prefill_row [T]         row of the prefill table a token belongs to; 0 for padding
   prefill_target [T]      the token that follows in the prompt; -1 at its end and for padding
   prefill_starts [R + 1]  row r owns tokens [starts[r], starts[r+1])
   prefill_context [R]     tokens in the cache after this step; 0: padding
-  prefill_pages [R, W]    page table
+  prefill_pages [G, R, W] page tables
   adapter [N]             place of the request's LoRA adapter; 0: none. Only in tables with adapters
   slot [N]                state row that the sampled token is written to; scratch when it is not
   top_k [N]               0: off
@@ -73,10 +73,12 @@ class TableLayout:
 
     Attributes:
       adapters: there is a field `adapter`.
+      num_groups: G, groups of layers.
     """
 
     bucket: Bucket
     adapters: bool = False
+    num_groups: int = 1
 
     @cached_property
     def int_fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -93,14 +95,14 @@ class TableLayout:
             {
                 "decode_position": (rows,),
                 "decode_slot": (rows,),
-                "decode_pages": (rows, width),
+                "decode_pages": (self.num_groups, rows, width),
                 "prefill_tokens": (tokens,),
                 "prefill_position": (tokens,),
                 "prefill_row": (tokens,),
                 "prefill_target": (tokens,),
                 "prefill_starts": (seqs + 1 if seqs else 0,),
                 "prefill_context": (seqs,),
-                "prefill_pages": (seqs, width),
+                "prefill_pages": (self.num_groups, seqs, width),
                 **({"adapter": (samples,)} if self.adapters else {}),
                 **dict.fromkeys(SAMPLE_INTS, (samples,)),
             }

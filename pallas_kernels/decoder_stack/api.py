@@ -29,12 +29,13 @@ class StackTables(NamedTuple):
 
     Attributes:
       decode_position: int32[B], write index of the row's token; below 0: padding.
-      decode_pages: int32[B, W], page table.
+      decode_pages: int32[G, B, W], page table of each group of layers.
       prefill_starts: int32[R + 1]: row r has tokens B + starts[r] to B + starts[r + 1]; tokens from starts[R] on are
         padding.
       prefill_context: int32[R], tokens of the row with these; 0: padding, without tokens.
-      prefill_pages: int32[R, W].
-      page_ids, offsets: int32[B + T], where each token's K and V go; not looked at for padding.
+      prefill_pages: int32[G, R, W].
+      page_ids: int32[G, B + T], pages that each token's K and V go to; not looked at for padding.
+      offsets: int32[B + T], likewise, the place in the page.
     """
 
     decode_position: jax.Array
@@ -61,6 +62,7 @@ def decoder_stack(
     sliding_windows: tuple[int | None, ...],
     rms_norm_eps: float,
     activation: str,
+    places: tuple[tuple[int, int], ...] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs pre-norm layers: `x += o(attention(rope(q, k), v))`, then `x += down(act(gate) * up)`, norms before each.
 
@@ -69,12 +71,13 @@ def decoder_stack(
       layers: parameters as `jaxserve.models.weights` names them, stacked over L layers: matrices packed
         [L, out / 32, in / p, 32, p], all of one dtype that `packed_matmul` multiplies x with, or all quantised in one
         form ([L, ...] of a `QuantisedMatrix`); norms [L, d], biases, where there are any, [L, out], of x's dtype.
-      pool: [L, P, 2, K, S, D], float32 or bfloat16; updated in place where it is donated.
+      pool: [places, P, 2, K, S, D], float32 or bfloat16; updated in place where it is donated.
       rope: cos and sin, float32[B + T, R / 2].
       tables: see `StackTables`.
       sliding_windows: of each layer, see `paged_attention`.
       rms_norm_eps: of the norms.
       activation: a name in `ACTIVATIONS`.
+      places: of each layer its group and its place in the pool; None: one group, in order.
 
     Returns:
       (x after the layers, zero where it is padding; pool).
@@ -87,14 +90,17 @@ def decoder_stack(
     from pallas_kernels.decoder_stack.native_cpu import call_name, scratch_bytes
 
     kept = _kept(layers)
-    _check(x, layers, pool, rope, tables, sliding_windows, activation, kept)
+    if places is None:
+        places = tuple((0, layer) for layer in range(len(sliding_windows)))
+    _check(x, layers, pool, rope, tables, sliding_windows, activation, kept, places)
     none = jnp.zeros(0, x.dtype)
     weights = [layers["input_norm"]["scale"], layers["post_attention_norm"]["scale"]]
     matrices = [_arrays(layers[part][name]["kernel"]) for part, name in _MATRICES]
     weights += [matrix[0] for matrix in matrices]
     weights += [layers[part][name].get("bias", none) for part, name in _MATRICES]
     weights += [none if isinstance(kept, str) else matrix[1] for matrix in matrices]
-    windows = jnp.asarray([window or 2**30 for window in sliding_windows], jnp.int32)
+    of_layers = zip(sliding_windows, places, strict=True)
+    windows = jnp.asarray([(window or 2**30, group, place) for window, (group, place) in of_layers], jnp.int32)
     options = jnp.asarray([rms_norm_eps, pool.shape[5] ** -0.5, ACTIVATIONS.index(activation)], jnp.float32)
     shapes = (
         jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -141,6 +147,7 @@ def _check(
     sliding_windows: tuple[int | None, ...],
     activation: str,
     kept: str | QuantisedForm,
+    places: tuple[tuple[int, int], ...],
 ) -> None:
     """Raises ValueError unless everything fits: the call reads memory by these shapes."""
     num_tokens, hidden = x.shape
@@ -153,12 +160,15 @@ def _check(
         raise ValueError(f"x is {x.dtype} and the layers' matrices {kept}, which are not multiplied with each other")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
-    num_layers, _, _, kv_heads, _, dim = pool.shape
+    num_layers, num_groups = layers["input_norm"]["scale"].shape[0], tables.decode_pages.shape[0]
+    num_places, _, _, kv_heads, _, dim = pool.shape
+    if not all(0 <= group < num_groups and 0 <= place < num_places for group, place in places):
+        raise ValueError(f"places are {places}; there are {num_groups} groups of {num_places} places")
     queries, _, inner = _columns(layers)
     keys = kv_heads * dim
     sizes = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), (hidden, inner), (hidden, inner))
-    wanted = {("x",): (num_tokens, hidden), ("windows",): (num_layers,)}
-    found = {("x",): x.shape, ("windows",): (len(sliding_windows),)}
+    wanted = {("x",): (num_tokens, hidden), ("windows",): (num_layers,), ("places",): (num_layers,)}
+    found = {("x",): x.shape, ("windows",): (len(sliding_windows),), ("places",): (len(places),)}
     for (part, name), (rows, columns) in zip(_MATRICES, (*sizes, (inner, hidden)), strict=True):
         linear = layers[part][name]
         if isinstance(kept, str):
@@ -176,8 +186,16 @@ def _check(
     for name in ("input_norm", "post_attention_norm"):
         wanted[(name,)], found[(name,)] = (num_layers, hidden), layers[name]["scale"].shape
     rows, prompts = tables.decode_position.shape[0], tables.prefill_context.shape[0]
-    width = tables.decode_pages.shape[1]
-    wanted_tables = ((rows,), (rows, width), (prompts + 1,), (prompts,), (prompts, width), (num_tokens,), (num_tokens,))
+    width = tables.decode_pages.shape[-1]
+    wanted_tables = (
+        (rows,),
+        (num_groups, rows, width),
+        (prompts + 1,),
+        (prompts,),
+        (num_groups, prompts, width),
+        (num_groups, num_tokens),
+        (num_tokens,),
+    )
     for name, table, shape in zip(StackTables._fields, tables, wanted_tables, strict=True):
         wanted[(name,)], found[(name,)] = shape, table.shape
     half = rope[0].shape[-1]

@@ -37,8 +37,10 @@ RESIDUAL, NORMED, QUERIES, KEYS, VALUES, MIXED, MLP = range(AT, AT + 7)
 # float32 sums of the blocks of the norm, what attention gives and MLP, for matrices whose blocks have a minimum.
 NORMED_SUMS, MIXED_SUMS, MLP_SUMS = range(AT + 7, AT + 10)
 SOURCES = AT + 10
-# From there: the flat batch's index of every live row, and four words for every block of queries.
-BLOCK_WORDS = 4
+# From there: the flat batch's index of every live row, and five words for every block of queries.
+BLOCK_WORDS = 5
+# Numbers of a layer in WINDOWS: its window, its group, its place in the pool.
+LAYER_NUMBERS = 3
 
 
 @njit(**OPTIONS)
@@ -63,13 +65,13 @@ def plan_items(frame, threads, element_bytes, sums_block):
     shape, pool_shape = argument(frame, X)[1], argument(frame, POOL)[1]
     tokens = shape[0]
     positions, starts = int32s(frame, DECODE_POSITION), int32s(frame, STARTS)
-    contexts, width = int32s(frame, CONTEXT), argument(frame, DECODE_PAGES)[1][1]
+    contexts, width = int32s(frame, CONTEXT), argument(frame, DECODE_PAGES)[1][2]
     decode_pages, prefill_pages = argument(frame, DECODE_PAGES)[0], argument(frame, PREFILL_PAGES)[0]
     decode_rows, prompts = positions.shape[0], contexts.shape[0]
     most_blocks = decode_rows + prompts + (tokens - decode_rows) // QUERY_BLOCK
     plan = np.zeros(SOURCES + tokens + BLOCK_WORDS * most_blocks, np.int64)
     plan[TOKENS] = tokens
-    plan[LAYERS], plan[KV_HEADS], plan[DIM] = pool_shape[0], pool_shape[3], pool_shape[5]
+    plan[LAYERS], plan[KV_HEADS], plan[DIM] = argument(frame, WINDOWS)[1][0], pool_shape[3], pool_shape[5]
     plan[HIDDEN] = shape[1]
     plan[HEADS] = argument(frame, MATRIX + Q_PROJ)[1][1] * COLUMNS // plan[DIM]
     plan[INNER] = argument(frame, MATRIX + GATE_PROJ)[1][1] * COLUMNS
@@ -96,12 +98,14 @@ def plan_items(frame, threads, element_bytes, sums_block):
             blocks[n + 1] = num_decode + starts[r] + done
             blocks[n + 2] = min(QUERY_BLOCK, count - done)
             blocks[n + 3] = contexts[r] - count + done
+            blocks[n + 4] = 4 * width * prompts
             n += BLOCK_WORDS
             done -= QUERY_BLOCK
     for i in range(num_decode):
         row = plan[SOURCES + i]
         blocks[n] = decode_pages + 4 * width * row
         blocks[n + 1], blocks[n + 2], blocks[n + 3] = i, 1, positions[row]
+        blocks[n + 4] = 4 * width * decode_rows
         n += BLOCK_WORDS
     plan[BLOCKS] = n // BLOCK_WORDS
 

@@ -202,6 +202,8 @@ def _rope(kind, pool, frame, plan, sources, layer, item):
     cos = carray(pointer_f32(argument(frame, at.COS)[0]), (tokens, half))
     sin = carray(pointer_f32(argument(frame, at.SIN)[0]), (tokens, half))
     page_ids, offsets = at.int32s(frame, at.PAGE_IDS), at.int32s(frame, at.OFFSETS)
+    _, group, place = _of_layer(frame, layer)
+    first = tokens * group
     q = array_at(kind, plan[at.QUERIES], (rows, plan[at.HEADS], dim))
     k = array_at(kind, plan[at.KEYS], (rows, plan[at.KV_HEADS], dim))
     v = array_at(kind, plan[at.VALUES], (rows, plan[at.KV_HEADS], dim))
@@ -209,8 +211,15 @@ def _rope(kind, pool, frame, plan, sources, layer, item):
         t = sources[i]
         rotate(q, i, cos[t], sin[t])
         rotate(k, i, cos[t], sin[t])
-        keep(k, i, pool, layer, page_ids[t], 0, offsets[t])
-        keep(v, i, pool, layer, page_ids[t], 1, offsets[t])
+        keep(k, i, pool, place, page_ids[first + t], 0, offsets[t])
+        keep(v, i, pool, place, page_ids[first + t], 1, offsets[t])
+
+
+@njit(**OPTIONS)
+def _of_layer(frame, layer):
+    """Window, group and place in the pool of a layer."""
+    numbers = at.int32s(frame, at.WINDOWS)[at.LAYER_NUMBERS * layer : at.LAYER_NUMBERS * (layer + 1)]
+    return np.int64(numbers[0]), np.int64(numbers[1]), np.int64(numbers[2])
 
 
 @njit(**OPTIONS)
@@ -218,8 +227,8 @@ def _attend(kind, form, work, pool, frame, plan, scale, address, layer, item):
     """A block of queries over some KV heads, which lie side by side in a page."""
     rows, heads, dim, kv_heads = plan[at.ROWS], plan[at.HEADS], plan[at.DIM], plan[at.KV_HEADS]
     split = plan[at.HEAD_PARTS]
-    window = np.int64(at.int32s(frame, at.WINDOWS)[layer])
-    queries = _queries(frame, plan, address, item // split)
+    window, group, place = _of_layer(frame, layer)
+    queries = _queries(frame, plan, address, group, item // split)
     pages, begin, count, position = queries
     q = array_at(kind, plan[at.QUERIES], (rows, heads, dim))
     out = array_at(kind, plan[at.MIXED], (rows, heads, dim))
@@ -231,14 +240,14 @@ def _attend(kind, form, work, pool, frame, plan, scale, address, layer, item):
         after, head_after = queries, head + 1
         if head_after == end:
             following = min(item + plan[at.THREADS], plan[at.BLOCKS] * split - 1)
-            after = _queries(frame, plan, address, following // split)
+            after = _queries(frame, plan, address, group, following // split)
             head_after = following % split * kv_heads // split
         oldest_after, end_after = max(after[3] - window + 1, 0), after[3] + after[2]
         attend(
             work,
             q,
             pool,
-            layer,
+            place,
             (pages, head, begin, count, position),
             options,
             no_sinks,
@@ -252,11 +261,12 @@ def _attend(kind, form, work, pool, frame, plan, scale, address, layer, item):
 
 
 @njit(**OPTIONS)
-def _queries(frame, plan, address, block):
-    """Page table, first query, count and the first one's position of a block of queries."""
+def _queries(frame, plan, address, group, block):
+    """Page table in a group, first query, count and the first one's position of a block of queries."""
     words_before = at.SOURCES + plan[at.TOKENS] + at.BLOCK_WORDS * block
-    table, begin, count, position = words(address + 8 * words_before, at.BLOCK_WORDS)
-    return carray(pointer_i32(table), (argument(frame, at.DECODE_PAGES)[1][1],)), begin, count, position
+    table, begin, count, position, stride = words(address + 8 * words_before, at.BLOCK_WORDS)
+    pages = carray(pointer_i32(table + stride * group), (argument(frame, at.DECODE_PAGES)[1][2],))
+    return pages, begin, count, position
 
 
 @njit(**OPTIONS)

@@ -43,7 +43,7 @@ for name in sys.argv[3:]:
     folder = Path(sys.argv[1]) / name
     golden = json.loads((folder / "golden.json").read_text())
     llm = LLM(str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=1,
-              max_num_batched_tokens=16, page_size=16, num_pages=9, prefill_buckets=(16,), decode_buckets=(1,),
+              max_num_batched_tokens=16, page_size=16, num_pages=17, prefill_buckets=(16,), decode_buckets=(1,),
               table_width_buckets=(8,), compile_cache="", tensor_parallel_size=int(sys.argv[2]))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=0)
     output = llm.generate([golden["prompt_ids"]], params, use_tqdm=False)[0]

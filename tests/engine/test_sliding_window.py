@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.models.config import ModelConfig
-from jaxserve.runtime import COMPILES
+from jaxserve.models import one_group
+from jaxserve.runtime import COMPILES, runner
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.replayer import replay
 from jaxserve.testing.tiny import write_tiny_model
@@ -52,6 +52,11 @@ def prompts():
     return made
 
 
+def keep_all(windows, max_model_len, page_size):
+    """Layer groups under which no page is given back."""
+    return one_group((None,) * len(windows))
+
+
 def params(kind):
     if kind == "greedy":
         return [greedy(COUNT) for _ in LENGTHS]
@@ -68,7 +73,7 @@ def case(request, expected):
 def expected(model, prompts):
     """Ids of each prompt where it runs alone and keeps its pages to its end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelConfig, "widest_window", None)
+        patch.setattr(runner, "group_layers", keep_all)
         llm = LLM(model, **SETTINGS | dict(max_num_seqs=1, overlap=False, enable_prefix_caching=False))
     assert llm.engine.runner.scheduler_config.sliding_window == 0
     assert llm.engine.runner.memory_plan.num_pages == 128 // PAGE + 1
@@ -176,7 +181,7 @@ def test_a_request_far_longer_than_the_pool(make_llm, model):
     prompt = random_prompts((300,), seed=5)[0]
     found = generate(llm, [prompt], greedy(600))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelConfig, "widest_window", None)
+        patch.setattr(runner, "group_layers", keep_all)
         keeping = LLM(model, **SETTINGS | settings | {"num_pages": 257})
         refused = LLM(model, **SETTINGS | settings)
     assert found == ids(keeping.generate([prompt], greedy(600), use_tqdm=False))

@@ -92,28 +92,35 @@ def inputs(config, dtype, pool_dtype, decode=DECODE, chunks=CHUNKS, tokens=TOKEN
             pool[:, page, :, :, :held] = rng.standard_normal(kept.shape)
     page_ids = np.where(of_rows >= 0, pages[of_rows, positions // PAGE], 0)
     tables = StackTables(
-        np.asarray(decode, np.int32), pages[:rows], starts, context, pages[rows:], page_ids, positions % PAGE
+        np.asarray(decode, np.int32),
+        pages[None, :rows],
+        starts,
+        context,
+        pages[None, rows:],
+        page_ids[None],
+        positions % PAGE,
     )
     tables = StackTables(*(jnp.asarray(table, jnp.int32) for table in tables))
     ids = jnp.asarray(rng.integers(0, config.vocab_size, tokens), jnp.int32)
     return ids, jnp.asarray(positions), jnp.asarray(pool, pool_dtype), tables, of_rows >= 0
 
 
-def one_by_one(config, params, ids, positions, pool, tables):
+def one_by_one(config, params, ids, positions, pool, tables, places=None):
     rows = tables.decode_position.shape[0]
 
     def attend(layer, q, k, v, cache, options):
-        cache = write_kv(cache, layer, k, v, tables.page_ids, tables.offsets, implementation="xla")
+        group, place = (0, layer) if places is None else jnp.asarray(places)[layer]
+        cache = write_kv(cache, place, k, v, tables.page_ids[group], tables.offsets, implementation="xla")
         over = partial(paged_attention, implementation="reference", **options._asdict())
-        decode = over(q[:rows], cache, layer, tables.decode_pages, tables.decode_position + 1)
-        chunks = (tables.prefill_pages, tables.prefill_context, tables.prefill_starts)
-        return jnp.concatenate([decode, over(q[rows:], cache, layer, *chunks)]), cache
+        decode = over(q[:rows], cache, place, tables.decode_pages[group], tables.decode_position + 1)
+        chunks = (tables.prefill_pages[group], tables.prefill_context, tables.prefill_starts)
+        return jnp.concatenate([decode, over(q[rows:], cache, place, *chunks)]), cache
 
     return forward(config, params, ids, positions, attend, pool)
 
 
-@partial(jax.jit, static_argnums=0)
-def in_one_call(config, params, ids, positions, pool, tables):
+@partial(jax.jit, static_argnums=(0, 6))
+def in_one_call(config, params, ids, positions, pool, tables, places=None):
     def run_layers(layers, x, rope, cache):
         return decoder_stack(
             x,
@@ -124,6 +131,7 @@ def in_one_call(config, params, ids, positions, pool, tables):
             sliding_windows=config.sliding_windows,
             rms_norm_eps=config.rms_norm_eps,
             activation=ACTIVATIONS.get(config.hidden_act, config.hidden_act),
+            places=places,
         )
 
     return forward(config, params, ids, positions, None, pool, run_layers)
@@ -166,6 +174,36 @@ def test_decode_and_prefill_together_are_the_layers_one_by_one(model, dtype, poo
     assert (found[~live] == 0).all()
     # The null page, which padding writes to one by one and never in one call, is nobody's.
     np.testing.assert_allclose(found_pool[:, 1:], wanted_pool[:, 1:], atol=2e-5 if dtype == "float32" else 0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("places", [((0, 0), (1, 0)), ((1, 0), (0, 0)), ((1, 1), (0, 1))], ids=str)
+@pytest.mark.parametrize("model", ["windows"], indirect=True)
+def test_layers_in_groups_have_the_bits_of_layers_in_one(model, places, dtype):
+    """The layers' pages side by side in a pool of as many places as a group has; each has a table of its own."""
+    config, params = model[0], packed(model[0], cast(model[1], dtype))
+    ids, positions, pool, tables, _ = inputs(config, dtype, dtype)
+    wanted, wanted_pool = in_one_call(config, params, ids, positions, pool, tables)
+    count, (size, num_groups) = pool.shape[1], (max(place for _, place in places) + 1, 2)
+    grouped = jnp.full((size, num_groups * count, *pool.shape[2:]), jnp.nan, pool.dtype)
+    for layer, (group, place) in enumerate(places):
+        grouped = grouped.at[place, group * count : (group + 1) * count].set(pool[layer])
+
+    def of_groups(table):
+        return jnp.concatenate([jnp.where(table > 0, table + group * count, 0) for group in range(num_groups)])
+
+    own = {name: of_groups(getattr(tables, name)) for name in ("decode_pages", "prefill_pages", "page_ids")}
+    found, found_pool = in_one_call(config, params, ids, positions, grouped, tables._replace(**own), places)
+    np.testing.assert_array_equal(numbers(found), numbers(wanted))
+    for layer, (group, place) in enumerate(places):
+        part = found_pool[place, group * count + 1 : (group + 1) * count]
+        np.testing.assert_array_equal(numbers(part), numbers(wanted_pool[layer, 1:]))
+    one, other = one_by_one(config, cast(model[1], dtype), ids, positions, grouped, tables._replace(**own), places)
+    live = np.isfinite(numbers(one)).all(axis=1) & (numbers(found) != 0).any(axis=1)
+    scale = np.abs(numbers(one)[live]).max()
+    atol = 3e-6 if dtype == "float32" else 3e-2
+    np.testing.assert_allclose(numbers(found)[live] / scale, numbers(one)[live] / scale, atol=atol)
+    assert other.shape == grouped.shape
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(4, "float32"), (4, "bfloat16"), (8, "bfloat16")])
@@ -272,10 +310,10 @@ def test_nan_stays_with_its_row():
     ("change", "message"),
     [
         (lambda x, layers, pool: (x[:, :32], layers, pool), r"attention q_proj is \[2, 2, 64, 32, 1\]; it must be"),
-        (lambda x, layers, pool: (x[:3], layers, pool), r"page_ids is \[19\]; it must be \[3\]"),
+        (lambda x, layers, pool: (x[:3], layers, pool), r"page_ids is \[1, 19\]; it must be \[1, 3\]"),
         (lambda x, layers, pool: (x.astype(jnp.float16), layers, pool), "float32 or bfloat16 are supported"),
         (lambda x, layers, pool: (x, layers, pool.astype(jnp.int8)), "float32 or bfloat16 are supported"),
-        (lambda x, layers, pool: (x, layers, pool[:1]), r"it must be \[1"),
+        (lambda x, layers, pool: (x, layers, pool[:1]), r"there are 1 groups of 1 places"),
         (
             lambda x, layers, pool: (x.astype(jnp.bfloat16), layers, pool),
             "x is bfloat16 and the layers' matrices float32",

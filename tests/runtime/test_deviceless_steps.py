@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jaxserve.loading.quantised_weights import abstract_params_of, quantised_forms
 from jaxserve.models import (
     abstract_params,
+    group_layers,
     leaf_shardings,
     make_params,
     model_config_from_hf,
@@ -28,17 +30,19 @@ PAGES = 1025
 BUCKETS = [Bucket(64, 0, 0, 128), Bucket(64, 512, 8, 128)]
 
 
-def make_programs(target, num_devices, model, page_size, kv_cache_dtype):
+def make_programs(target, num_devices, model, page_size, kv_cache_dtype, windows=()):
     """The pool's layout and the programs, uncompiled; skips where the compiler is not installed."""
     target = TARGETS[target]
     if missing(target):
         pytest.skip(missing(target))
     mesh = make_mesh(target, num_devices)
     config = model_config_from_hf(json.loads((MODELS / f"{model}.json").read_text()))
+    config = replace(config, sliding_windows=windows)
     shapes = jax.eval_shape(stack_layers, abstract_params(config, jnp.bfloat16))
     shardings = param_shardings(config, mesh, stacked=True)
     params = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
-    kv = PoolLayout(config, mesh, page_size, kv_cache_dtype, target.implementation)
+    groups = group_layers(config.sliding_windows, config.max_position_embeddings, page_size)
+    kv = PoolLayout(config, mesh, page_size, kv_cache_dtype, target.implementation, groups)
     return kv, ProgramTable(kv, params, max_num_seqs=64, dtype="bfloat16", max_decode_steps=16)
 
 
@@ -83,6 +87,28 @@ def test_a_step_compiles_with_kernels_and_does_not_copy_the_pool(
     assert analysis.temp_size_in_bytes < pool_bytes
     text = program.as_text()
     assert ("tpu_custom_call" if TARGETS[target].platform == "tpu" else "mosaic_gpu") in text
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param("v5e", marks=pytest.mark.tpu_compile), pytest.param("sm_90a", marks=pytest.mark.gpu_compile)],
+)
+@pytest.mark.parametrize("bucket", [*BUCKETS, None], ids=lambda bucket: bucket.name if bucket else "loop")
+def test_layers_in_groups_do_not_copy_the_pool(target, bucket, kv_cache_dtype):
+    """Five layers with a window to one without, as in Gemma 3: six groups of five in one scan."""
+    windows = ((512,) * 5 + (None,)) * 5
+    page_size = 128 if kv_cache_dtype == "int8" else 16
+    kv, programs = make_programs(target, 1, "smollm2-135m", page_size, kv_cache_dtype, windows)
+    assert kv.groups.windows == (0, *(512,) * 5) and kv.groups.size == 5
+    num_pages = 6 * PAGES
+    with jax.sharding.use_abstract_mesh(kv.mesh.abstract_mesh):
+        program = programs.compile(bucket, num_pages) if bucket else programs.compile_loop(BUCKETS[0], num_pages)
+    _check_in_place("the program", program, kv.abstract(num_pages))
+    analysis, pool_bytes = program.memory_analysis(), kv.bytes_on_a_device(num_pages)
+    assert analysis.alias_size_in_bytes >= pool_bytes
+    assert analysis.temp_size_in_bytes < pool_bytes
+    assert ("tpu_custom_call" if TARGETS[target].platform == "tpu" else "mosaic_gpu") in program.as_text()
 
 
 @every_form(steps=True)

@@ -53,15 +53,16 @@ class FakeDevice:
     """Executes plans in order on a paged memory that remembers which token of which request it holds.
 
     Args:
-      config: page size and slots.
+      config: page size, slots and windows of the groups of layers.
       sample: token of (request id, position).
     """
 
     def __init__(self, config: SchedulerConfig, sample: Callable[[str, int], int]) -> None:
         self._page_size = config.page_size
-        self._window = config.sliding_window
+        self._windows = config.windows
         self._runs_several = config.max_decode_steps > 1
-        self._tables: list[dict[int, int]] = [{} for _ in range(config.max_num_seqs)]
+        # By slot and group.
+        self._tables: list[list[dict[int, int]]] = [[{} for _ in self._windows] for _ in range(config.max_num_seqs)]
         self._last_token = [-1] * config.max_num_seqs
         self._memory: dict[tuple[int, int], Content] = {}  # by (page, offset)
         self._host: dict[tuple[int, int], Content] = {}  # likewise, of the host pool
@@ -87,12 +88,12 @@ class FakeDevice:
                 else:
                     self._copy(self._host, host_page, self._memory, page)
         for placement in plan.placements:
-            self._tables[placement.slot] = {}
+            self._tables[placement.slot] = [{} for _ in self._windows]
             self._last_token[placement.slot] = placement.last_token_id
         for update in plan.pages:
             for index, page in enumerate(update.page_ids, update.first):
-                assert page != 0 or self._window, f"slot {update.slot} got the null page"
-                self._tables[update.slot][index] = page
+                assert page != 0 or self._windows[update.group], f"slot {update.slot} got the null page"
+                self._tables[update.slot][update.group][index] = page
         if plan.num_steps > 1:
             assert not plan.prefill
             return StepResult((), (), self._run_steps(plan, content_of, has_ended))
@@ -102,7 +103,7 @@ class FakeDevice:
         spans += [(c.request_id, c.slot, c.start, c.start + len(c.token_ids)) for c in plan.prefill]
         for request_id, slot, start, end in spans:
             for position in range(start, end):
-                self._memory[self._place(slot, position)] = content_of(request_id, position)
+                self._write(slot, position, content_of(request_id, position))
         for row in (*decode, *plan.prefill):
             start = row.position if isinstance(row, DecodeRow) else row.start
             self._check_context(row, start, start + 1 if isinstance(row, DecodeRow) else row.end, content_of)
@@ -135,7 +136,7 @@ class FakeDevice:
             while len(run) < row.num_steps and not has_ended(row.request_id, position):
                 fed, right = self._last_token[row.slot], self._sample(row.request_id, position)
                 assert fed == right, f"{row.request_id} is fed {fed} at {position}, not {right}"
-                self._memory[self._place(row.slot, position)] = content_of(row.request_id, position)
+                self._write(row.slot, position, content_of(row.request_id, position))
                 self._check_context(row, position, position + 1, content_of)
                 position += 1
                 run.append(self._sample(row.request_id, position))
@@ -147,15 +148,20 @@ class FakeDevice:
         self, row: DecodeRow | PrefillChunk, start: int, end: int, content_of: Callable[[str, int], Content]
     ) -> None:
         """Tokens [start, end) of a row find all that they see; pages that none of a plan's sees are the null page."""
-        first = max(start + 1 - self._window, 0) if self._window else 0
-        for position in range(first, end):
-            page, offset = self._place(row.slot, position)
-            assert page != 0, f"{row.request_id} sees the null page at {position}"
-            found = self._memory.get((page, offset))
-            assert found == content_of(row.request_id, position), f"{row.request_id} finds {found} at {position}"
-        if start == (row.position if isinstance(row, DecodeRow) else row.start):
-            passed = [self._tables[row.slot][index] for index in range(first // self._page_size)]
-            assert not any(passed), f"{row.request_id} keeps {passed} that it does not see any more"
+        for group, window in enumerate(self._windows):
+            first = max(start + 1 - window, 0) if window else 0
+            for position in range(first, end):
+                page, offset = self._place(row.slot, group, position)
+                assert page != 0, f"{row.request_id} sees the null page at {position}"
+                found, wanted = self._memory.get((page, offset)), (group, content_of(row.request_id, position))
+                assert found == wanted, f"{row.request_id} finds {found} at {position} of group {group}"
+            if start == (row.position if isinstance(row, DecodeRow) else row.start):
+                passed = [self._tables[row.slot][group][index] for index in range(first // self._page_size)]
+                assert not any(passed), f"{row.request_id} keeps {passed} that it does not see any more"
+
+    def _write(self, slot: int, position: int, content: Content) -> None:
+        for group in range(len(self._windows)):
+            self._memory[self._place(slot, group, position)] = (group, content)
 
     def _copy(
         self, source: dict[tuple[int, int], Content], page: int, target: dict[tuple[int, int], Content], to: int
@@ -165,8 +171,8 @@ class FakeDevice:
             if (page, offset) in source:
                 target[to, offset] = source[page, offset]
 
-    def _place(self, slot: int, position: int) -> tuple[int, int]:
-        return self._tables[slot][position // self._page_size], position % self._page_size
+    def _place(self, slot: int, group: int, position: int) -> tuple[int, int]:
+        return self._tables[slot][group][position // self._page_size], position % self._page_size
 
 
 class Harness:

@@ -30,8 +30,8 @@ def test_lowest_free_pages_go_first() -> None:
     harness.add(make_request("c", 12))
     harness.step()
     # 1 and 2 were a's; b took 5 for its first output meanwhile, being ahead of c in the plan.
-    assert harness.scheduler.sequence("b").pages == [3, 4, 1]
-    assert harness.scheduler.sequence("c").pages == [2, 5, 6]
+    assert harness.scheduler.sequence("b").holdings[0].pages == [3, 4, 1]
+    assert harness.scheduler.sequence("c").holdings[0].pages == [2, 5, 6]
 
 
 def test_queue_bound_in_requests_is_decided_at_once() -> None:

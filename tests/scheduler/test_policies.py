@@ -155,9 +155,9 @@ def test_peak_is_what_stepping_through_finds() -> None:
     sequences = []
     for index, (scheduled, left) in enumerate([(5, 9), (8, 2), (3, 14), (12, 5)]):
         sequence = Sequence(make_request(f"r{index}", scheduled, left + 1), index, 0.0, num_scheduled=scheduled)
-        sequence.pages = pages.allocate(-(-scheduled // size))
+        sequence.holdings[0].pages = pages.allocate(-(-scheduled // size))
         sequences.append(sequence)
-    held = sum(len(sequence.pages) for sequence in sequences)
+    held = sum(sequence.num_held_pages for sequence in sequences)
     peak = 0
     for step in range(1, 15):
         alive = [s for s in sequences if s.num_scheduled + step <= s.num_kv_tokens]

@@ -25,6 +25,8 @@ from jaxserve.config.policy_config import (
 from jaxserve.core import FinishReason, Request, SamplingParams
 from tests.scheduler.harness import STOP_ID, Harness, make_config, make_request
 
+WINDOWS = ((0,), (0,), (1,), (3,), (4,), (6,), (11,), (0, 4), (0, 6, 6), (1, 3), (11, 3), (4, 4), (0, 0, 5), (7, 0, 2))
+"""Of each group of layers."""
 CLASSES = (ServiceClass("bulk", max_slots=1, max_queue_requests=2, max_queue_tokens=60, itl_target_s=1.0),)
 
 
@@ -54,7 +56,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 9),
         prefills=st.integers(1, 4),
         pages=st.integers(4, 40),
-        window=st.sampled_from([0, 0, 1, 3, 4, 6, 11]),
+        windows=st.sampled_from(WINDOWS),
         host_pages=st.integers(1, 20),
         queue=st.integers(0, 6),
         queue_tokens=st.sampled_from([30, 90, 1000]),
@@ -88,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk: int,
         prefills: int,
         pages: int,
-        window: int,
+        windows: tuple[int, ...],
         host_pages: int,
         queue: int,
         queue_tokens: int,
@@ -106,7 +108,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prefill_chunk=chunk,
                 max_prefill_seqs=prefills,
                 num_pages=pages,
-                sliding_window=window,
+                sliding_window=windows[0] if len(windows) == 1 else 0,
+                group_windows=windows if len(windows) > 1 else (),
                 max_queue_requests=queue,
                 max_queue_tokens=queue_tokens,
                 priority_preemption=preemption,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,16 @@ def with_window(config: SchedulerConfig, seed: int) -> SchedulerConfig:
     return replace(config, num_pages=rng.randint(least, least + config.max_num_seqs))
 
 
+def with_groups(config: SchedulerConfig, seed: int) -> SchedulerConfig:
+    """The same, of a model whose layers lie in two to four groups, and with fewer pages."""
+    rng = random.Random(f"groups {seed}")
+    kinds = rng.sample([0, 0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 20], rng.randint(1, 3))
+    windows = [window for window in dict.fromkeys(kinds) for _ in range(rng.choice([1, 1, 2]))]
+    config = replace(config, group_windows=tuple(windows) if len(windows) > 1 else (0, windows[0]))
+    least = config.most_pages_per_seq + 1
+    return replace(config, num_pages=rng.randint(least, least + 2 * config.max_num_seqs))
+
+
 def draw_request(rng: random.Random, request_id: str, harness: Harness) -> Request:
     has_classes = bool(harness.config.service_classes)
     return make_request(
@@ -95,13 +106,21 @@ def draw_request(rng: random.Random, request_id: str, harness: Harness) -> Reque
     )
 
 
-def live(seed: int, *, swaps: bool = True, steps: bool = True, window: bool = False) -> Harness:
+CHANGES: dict[str, Callable[[SchedulerConfig, int], SchedulerConfig]] = {
+    "full": lambda config, seed: config,
+    "window": with_window,
+    "groups": with_groups,
+}
+"""What of a sequence the layers see: one group that sees all, one with a window, or several groups."""
+
+
+def live(seed: int, *, swaps: bool = True, steps: bool = True, layers: str = "full") -> Harness:
     """One run to its end, checked."""
     rng = random.Random(seed)
     config = draw_config(rng)
     config = with_swaps(config, seed) if swaps else config
     config = with_steps(config, seed) if steps else config
-    harness = Harness(with_window(config, seed) if window else config, rng.randint(0, 3), sample)
+    harness = Harness(CHANGES[layers](config, seed), rng.randint(0, 3), sample)
     if harness.config.max_decode_steps > 1:
         harness.measure()
     admitted: dict[str, Request] = {}
@@ -125,12 +144,12 @@ def live(seed: int, *, swaps: bool = True, steps: bool = True, window: bool = Fa
     return harness
 
 
-def lives(seeds: range, *, window: bool = False) -> Counter[str]:
+def lives(seeds: range, *, layers: str = "full") -> Counter[str]:
     """What happened in all of them together."""
     total: Counter[str] = Counter()
     for seed in seeds:
         try:
-            harness = live(seed, window=window)
+            harness = live(seed, layers=layers)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         counters = harness.scheduler.counters
@@ -150,6 +169,9 @@ def passed_pages(harness: Harness) -> int:
     return sum(update.page_ids == (0,) * len(update.page_ids) for plan in harness.plans for update in plan.pages)
 
 
+NAMES = ("preemptions", "recomputed_tokens", "swapped_pages", "cached_tokens", "of_several_steps", "passed_pages")
+
+
 def test_every_combination_of_policies_brings_everyone_to_an_end() -> None:
     total = lives(range(250))
     # Seeds under which the paths in question were not taken would prove nothing.
@@ -158,9 +180,13 @@ def test_every_combination_of_policies_brings_everyone_to_an_end() -> None:
 
 
 def test_so_it_does_where_every_layer_has_a_window() -> None:
-    total = lives(range(350), window=True)
-    names = ("preemptions", "recomputed_tokens", "swapped_pages", "cached_tokens", "of_several_steps", "passed_pages")
-    assert all(total[name] > 30 for name in names), total
+    total = lives(range(350), layers="window")
+    assert all(total[name] > 30 for name in NAMES), total
+
+
+def test_so_it_does_where_layers_lie_in_groups() -> None:
+    total = lives(range(350), layers="groups")
+    assert all(total[name] > 30 for name in NAMES), total
 
 
 @pytest.mark.parametrize("seed", [415, 827, 10631, 11633, 12096, 12232, 20482])
@@ -177,4 +203,10 @@ def test_many_more_of_them() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_many_more_with_a_window() -> None:
-    lives(range(1000, 6000), window=True)
+    lives(range(1000, 6000), layers="window")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_more_with_groups() -> None:
+    lives(range(1000, 6000), layers="groups")

@@ -71,7 +71,7 @@ def test_what_is_promised_falls_when_the_prompt_is_computed(reservation: str) ->
     counts = []
     for _ in range(6):
         harness.plan()
-        counts.append(len(sequence.pages) + sequence.num_promised_pages)
+        counts.append(sequence.num_held_pages + sequence.num_promised_pages)
     assert counts == [4, 4, 4, 4, 3, 3]
 
 
@@ -101,7 +101,8 @@ def test_a_beginning_is_found_by_its_last_pages() -> None:
     harness.add(make_request("b", 33, 2))
     sequence = harness.scheduler.sequence("b")
     # Token 32 sees 27 and those after it: pages 6 and 7.
-    assert (sequence.num_cached_tokens, sequence.num_passed_pages, len(sequence.pages)) == (32, 6, 2)
+    (holding,) = sequence.holdings
+    assert (sequence.num_cached_tokens, holding.num_passed, len(holding.pages)) == (32, 6, 2)
     plan = harness.step()
     assert plan.pages[0].page_ids[:6] == (0,) * 6 and plan.prefill[0].start == 32
     harness.run()
@@ -155,11 +156,11 @@ def test_the_longest_beginning_whose_last_pages_are_there() -> None:
     names = [bytes([index]) for index in range(8)]
     for index in (0, 2, 3, 5, 7):
         cache.enter(names[index], 10 + index)
-    assert cache.find_last(names, 1) == (7, [17])
-    assert cache.find_last(names, 2) == (2, [12, 13])
-    assert cache.find_last(names, 3) == (0, [10]), "a beginning shorter than the window needs all of its pages"
-    assert cache.find_last(names, 0) == (8, [])
-    assert cache.find_last(names[1:2], 1) == (0, [])
+    assert cache.find_beginning(names, [1]) == [(7, [17])]
+    assert cache.find_beginning(names, [2]) == [(2, [12, 13])]
+    assert cache.find_beginning(names, [3]) == [(0, [10])], "one shorter than the window needs all of its pages"
+    assert cache.find_beginning(names, [0]) == [(8, [])]
+    assert cache.find_beginning(names[1:2], [1]) == [(0, [])]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -167,14 +168,14 @@ def test_peak_is_what_stepping_through_finds(seed: int) -> None:
     rng = random.Random(seed)
     size, window = rng.choice([1, 2, 4]), rng.randint(1, 12)
     config, pages = make_config(page_size=size, sliding_window=window), PageAllocator(400)
-    most = config.pages_spanned(1)
+    most = config.pages_spanned(1, window)
     sequences = []
     for index in range(rng.randint(1, 9)):
         scheduled, left = rng.randint(1, 30), rng.randint(1, 25)
         sequence = Sequence(make_request(f"r{index}", scheduled, left + 1), index, 0.0, num_scheduled=scheduled)
-        sequence.pages = pages.allocate(min(-(-scheduled // size), most))
+        sequence.holdings[0].pages = pages.allocate(min(-(-scheduled // size), most))
         sequences.append(sequence)
-    held = sum(len(sequence.pages) for sequence in sequences)
+    held = sum(sequence.num_held_pages for sequence in sequences)
     peak = 0
     for step in range(1, 26):
         alive = [s for s in sequences if s.num_scheduled + step <= s.num_kv_tokens]
@@ -188,4 +189,4 @@ def test_pages_spanned_are_those_counted(size: int, window: int) -> None:
     config = make_config(page_size=size, sliding_window=window)
     for count in (1, 2, 3, 5, 8):
         spans = [(first + count - 1) // size - max(first - window + 1, 0) // size + 1 for first in range(100)]
-        assert config.pages_spanned(count) == max(spans)
+        assert config.pages_spanned(count, window) == max(spans)

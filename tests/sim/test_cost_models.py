@@ -51,9 +51,24 @@ def test_features_under_a_sliding_window_by_hand():
         prefill=(PrefillChunk("c", 2, 3, (1, 1), False), PrefillChunk("d", 3, 0, (1, 1, 1, 1, 1, 1), True)),
     )
     # a reads 4 and b 3; c's tokens attend to 4 and 4 of tokens 0 to 4, d's to 1, 2, 3, 4, 4 and 4 of 6.
-    assert features_of(plan, 4) == StepFeatures(2, 7, 8, 26, 5 + 6, 3)
+    assert features_of(plan, (4,)) == StepFeatures(2, 7, 8, 26, 5 + 6, 3)
     run = StepPlan(0, DecodeRows(("a",), (0,), (2,), (3,)), num_steps=3)
-    assert plan_s(LinearCost(0.0, 0.0, 1.0, 0.0, 0.0), run, (3,), 4) == (3.0 + 4.0 + 4.0, 3)
+    assert plan_s(LinearCost(0.0, 0.0, 1.0, 0.0, 0.0), run, (3,), (4,)) == (3.0 + 4.0 + 4.0, 3)
+
+
+def test_features_of_groups_of_layers_are_the_mean():
+    plan = StepPlan(
+        0,
+        decode=DecodeRows.of([DecodeRow("a", 0, 9), DecodeRow("b", 1, 2)]),
+        prefill=(PrefillChunk("c", 2, 3, (1, 1), False),),
+    )
+    full, windowed = features_of(plan), features_of(plan, (4,))
+    assert (full.decode_context, full.prefill_attention, full.prefill_context) == (13, 9, 5)
+    assert (windowed.decode_context, windowed.prefill_attention, windowed.prefill_context) == (7, 8, 5)
+    both = features_of(plan, (0, 4, 4))
+    assert (both.decode_context, both.prefill_attention, both.prefill_context) == (27 // 3, 25 // 3, 15 // 3)
+    run = StepPlan(0, DecodeRows(("a",), (0,), (2,), (3,)), num_steps=3)
+    assert plan_s(LinearCost(0.0, 0.0, 1.0, 0.0, 0.0), run, (3,), (0, 4)) == (3.0 + 4.0 + 4.0, 3)
 
 
 def test_unit_and_linear():

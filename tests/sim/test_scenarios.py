@@ -46,6 +46,18 @@ def test_the_command_gives_the_reference_to_the_letter(path, tmp_path, capsys):
     assert found["requests"] == expected["requests"]
 
 
+def test_groups_of_layers_have_pages_of_their_own_in_a_scenario():
+    settings = {"page_size": 2, "num_pages": 33, "group_windows": [0, 4]}
+    found = run(request("a", prompt=6, output=30), **settings)
+    # Of 34 tokens, the last but one: 17 pages of the group that sees all, and three of the other one.
+    assert max(record["pages_owned"] for record in found["trace"]) == 17 + 3
+    assert found["requests"]["a"]["result"] == "completed"
+    with pytest.raises(ValueError, match=r"group_windows is \[0, 'x'\]; it must be a list of integers"):
+        run(request("a", prompt=6, output=30), **settings | {"group_windows": [0, "x"]})
+    with pytest.raises(ValueError, match=r"policy: group_windows is .* equal ones side by side"):
+        run(request("a", prompt=6, output=30), **settings | {"group_windows": [0, 4, 0]})
+
+
 def test_a_window_bounds_the_pages_of_a_scenario():
     long = [request("a", prompt=6, output=30), request("b", prompt=3, output=30)]
     settings = {"page_size": 2, "num_pages": 9}

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request, SamplingParams
@@ -39,14 +40,14 @@ def test_decode_and_prefill_rows_with_padding():
     assert (bucket.decode_rows, bucket.prefill_tokens, bucket.prefill_rows, bucket.table_width) == (4, 16, 2, 4)
     np.testing.assert_array_equal(fields["decode_position"], [9, -1, -1, -1])
     np.testing.assert_array_equal(fields["decode_slot"], [2, SCRATCH, SCRATCH, SCRATCH])
-    np.testing.assert_array_equal(fields["decode_pages"][0], [5, 6, 7, 0])
-    assert not fields["decode_pages"][1:].any()
+    np.testing.assert_array_equal(fields["decode_pages"][:, 0], [[5, 6, 7, 0]])
+    assert not fields["decode_pages"][:, 1:].any()
     np.testing.assert_array_equal(fields["prefill_tokens"], [22, 23, 24, 25, 26] + [0] * 11)
     np.testing.assert_array_equal(fields["prefill_position"][:5], [2, 3, 4, 5, 6])
     np.testing.assert_array_equal(fields["prefill_target"][:6], [23, 24, 25, 26, -1, -1])
     np.testing.assert_array_equal(fields["prefill_starts"], [0, 5, 5])
     np.testing.assert_array_equal(fields["prefill_context"], [7, 0])
-    np.testing.assert_array_equal(fields["prefill_pages"][0], [1, 9, 0, 0])
+    np.testing.assert_array_equal(fields["prefill_pages"][:, 0], [[1, 9, 0, 0]])
     np.testing.assert_array_equal(fields["slot"], [2, SCRATCH, SCRATCH, SCRATCH, 0, SCRATCH])
     np.testing.assert_array_equal(fields["sample_position"][[0, 4]], [10, 7])
     np.testing.assert_array_equal(fields["temperature"], [0.5, 0, 0, 0, 0, 0])
@@ -139,9 +140,40 @@ def test_the_table_is_as_wide_as_the_last_of_several_steps_needs():
     assert buckets.of_plan(StepPlan(0, DecodeRows.of([*rows, DecodeRow("c", 2, 7, 2)]), num_steps=3)).table_width == 4
 
 
-def test_rows_that_move_on_are_packed_as_from_scratch():
+def test_every_group_of_layers_has_page_tables_of_its_own():
+    config = replace(CONFIG, group_windows=(0, 5, 5))
+    builder = TableBuilder(config, BucketTable(config, decode=(2,), widths=(2, 4)))
+    requests = {"a": Request("a", tuple(range(9))), "b": Request("b", tuple(range(20, 27)))}
+    plan = StepPlan(
+        iteration=0,
+        decode=DecodeRows.of([DecodeRow("a", 2, 9)]),
+        prefill=(PrefillChunk("b", 0, 2, (22, 23, 24, 25, 26), emits=True),),
+        placements=(Placement("a", 2, 1, 7), Placement("b", 0, 0, -1)),
+        pages=(
+            *(PageUpdate(2, 0, (5 + group, 6 + group, 7 + group), group) for group in (0, 1)),
+            PageUpdate(2, 0, (0, 20, 21), 2),
+            *(PageUpdate(0, 0, (30 + group,), group) for group in (0, 1, 2)),
+        ),
+    )
+    tables = builder.build(plan, requests.__getitem__)
+    fields = builder.layout(tables.bucket).unpack(tables.ints, tables.floats)
+    np.testing.assert_array_equal(fields["decode_pages"][:, 0], [[5, 6, 7, 0], [6, 7, 8, 0], [0, 20, 21, 0]])
+    np.testing.assert_array_equal(fields["prefill_pages"][:, 0], [[30, 0, 0, 0], [31, 0, 0, 0], [32, 0, 0, 0]])
+    assert not fields["decode_pages"][:, 1:].any() and not fields["prefill_pages"][:, 1:].any()
+    with pytest.raises(AssertionError):
+        builder.build(StepPlan(1, plan.decode, pages=(PageUpdate(2, 0, (0,), 0),)), requests.__getitem__)
+
+
+@pytest.mark.parametrize("windows", [(), (0, 6, 6), (3, 9)])
+def test_rows_that_move_on_are_packed_as_from_scratch(windows):
     config = SchedulerConfig(
-        max_num_seqs=4, max_num_batched_tokens=16, prefill_chunk=8, page_size=4, max_model_len=64, num_pages=64
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        prefill_chunk=8,
+        page_size=4,
+        max_model_len=64,
+        num_pages=64 * max(len(windows), 1),
+        group_windows=windows,
     )
     scheduler = Scheduler(config)
     buckets = BucketTable(config, decode=(2, 4), prefill=(16,), widths=(4, 16))
