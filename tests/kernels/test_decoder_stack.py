@@ -270,7 +270,7 @@ def check_bits(config, params, dtype):
     second = chunk._replace(
         prefill_starts=jnp.asarray([0, 4, 4, 4, 4], jnp.int32),
         prefill_context=jnp.asarray([21, 0, 0, 0], jnp.int32),
-        page_ids=tables.page_ids[order],
+        page_ids=tables.page_ids[:, order],
         offsets=tables.offsets[order],
     )
     ended, _ = in_one_call(config, params, ids[order], positions[order], pool, second)
