@@ -51,10 +51,10 @@ def matmul(
 
 
 def embedding_rows(embed: PackedMatrix | ScaledMatrix, token_ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rows int32[T] of an embedding [V, d], in whatever form it is kept: [T, d]; of its own dtype if it is an array."""
+    """Rows int32[T] of an embedding [V, d], in whatever form it is kept: [T, d] of `dtype`."""
     if isinstance(embed, ScaledMatrix):
         return scaled_rows(embed, token_ids, dtype)
-    return packed_columns(embed, token_ids, dtype) if is_packed(embed) else embed[token_ids]
+    return packed_columns(embed, token_ids, dtype) if is_packed(embed) else embed[token_ids].astype(dtype)
 
 
 def head_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
