@@ -8,6 +8,7 @@ from typing import Any
 
 from absl.flags import ArgumentParser, BooleanParser
 
+from jaxserve.config.batch_flags import BATCH_FLAGS
 from jaxserve.config.bench_flags import BENCH_FLAGS, LOG_LEVELS
 from jaxserve.config.convert_flags import CONVERT_FLAGS
 from jaxserve.config.engine_config import (
@@ -51,7 +52,6 @@ COST_MODELS = ("unit", "linear", "roofline")
 CHIPS = ("v5e", "v5p", "v6e", "h100", "h200")
 
 LOG_FORMATS = ("text", "json")
-OUTPUT_ORDERS = ("completion", "input")
 
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
@@ -74,7 +74,7 @@ def _engine(heading: str, *flags: tuple[str, ArgumentParser[Any], str]) -> list[
     ]
 
 
-_server, _batch = partial(flags_for, "server"), partial(flags_for, "batch")
+_server = partial(flags_for, "server")
 _replay, _doctor, _simulate = partial(flags_for, "replay"), partial(flags_for, "doctor"), partial(flags_for, "simulate")
 _top = partial(flags_for, "top")
 _QUIET = ("log_level", ChoiceParser(LOG_LEVELS), "warning", "least level that is logged")
@@ -88,28 +88,7 @@ def _scheduler_only(*flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
 
 
 FLAGS: tuple[Flag, ...] = (
-    *_batch(
-        "Batch",
-        ("input", _TEXT, None, "file of requests, one JSON object a line in OpenAI's batch format"),
-        ("output", _TEXT, None, "file of results, a line each; a rerun goes on behind those that are there"),
-        ("output_order", ChoiceParser(OUTPUT_ORDERS), "completion", "write results as they come, or in input order"),
-        (
-            "window",
-            _COUNT,
-            None,
-            "most lines in progress; default: 4 * max_num_seqs, or what runs and waits at most",
-        ),
-        ("max_line_bytes", _COUNT, 8 << 20, "longest line of the input"),
-        ("allow_changed_input", _BOOL, False, "go on though the output has custom_ids that the input lacks"),
-        ("fail_on_error", _BOOL, False, "exit with 3 when a line has an error"),
-        (
-            "drain_grace_s",
-            FloatParser(low=0),
-            30.0,
-            "seconds that lines in progress get after SIGINT or SIGTERM",
-        ),
-        _QUIET,
-    ),
+    *BATCH_FLAGS,
     *_simulate(
         "Simulation",
         ("scenario", _TEXT, None, "scenario file: requests by iteration, and the trace they should give"),
