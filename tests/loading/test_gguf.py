@@ -1,4 +1,4 @@
-"""GGUF: the same model as its safetensors, every quantisation as the gguf package reads it, damage refused."""
+"""LDR-1, GGUF: the same model as its safetensors, every quantisation as the gguf package reads it, damage refused."""
 
 import struct
 from pathlib import Path

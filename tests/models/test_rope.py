@@ -1,4 +1,4 @@
-"""Frequencies of every scaling kind against formulae written out by hand, and the rotation itself."""
+"""KRN-8: frequencies of every scaling kind against formulae written out by hand, and the rotation itself."""
 
 from __future__ import annotations
 
