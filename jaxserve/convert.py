@@ -119,7 +119,7 @@ def _check(conversion: Conversion) -> None:
     if not output.exists():
         return
     if not conversion.overwrite:
-        raise ValueError(f"output {output} exists already; give another place, or set overwrite")
+        raise ValueError(f"output {output} exists already; give another place, or set --overwrite")
     if output.is_dir() and any(output.iterdir()) and not (output / "config.json").is_file():
         raise ValueError(f"output {output} is a directory that holds no model; overwrite replaces models alone")
     if output.is_dir() == (conversion.format == "gguf"):

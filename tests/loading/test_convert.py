@@ -255,7 +255,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, settings, message):
 def test_what_is_there_is_replaced_only_when_asked(tmp_path):
     source, output = FOLDER / "llama_gqa_tied", tmp_path / "out"
     convert(FOLDER / "qwen2_bias", output)
-    with pytest.raises(ValueError, match="exists already; give another place, or set overwrite"):
+    with pytest.raises(ValueError, match="exists already; give another place, or set --overwrite"):
         convert(source, output)
     convert(source, output, overwrite=True)
     assert_same(tensors_of(output), tensors_of(source))
