@@ -281,7 +281,7 @@ def _move(place: Path, output: Path) -> None:
     os.rename(output, old)
     try:
         os.rename(place, output)
-    except OSError:
+    except BaseException:  # a signal too
         os.rename(old, output)
         raise
     shutil.rmtree(old)

@@ -113,7 +113,6 @@ class _Engines:
     """
 
     def __init__(self, model: str, dtype: str, slots: int, max_model_len: int) -> None:
-        pages = slots * -(-max_model_len // PAGE_SIZE) + 1
         self._settings: dict[str, Any] = {
             "model": model,
             "dtype": dtype,
@@ -121,7 +120,6 @@ class _Engines:
             "max_model_len": max_model_len,
             "max_num_batched_tokens": max(TOKEN_BUDGET, slots),
             "page_size": PAGE_SIZE,
-            "num_pages": pages,
             "enable_prefix_caching": False,  # every run computes the same prompts
             "skip_tokenizer_init": True,
         }

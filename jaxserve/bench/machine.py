@@ -33,7 +33,7 @@ from jaxserve.engine.stats import EngineStats
 from jaxserve.models import ModelConfig, weights
 from jaxserve.models.linear import matmul
 from jaxserve.sim.roofline import ModelShape
-from pallas_kernels.matmul import QuantisedMatrix, form_of
+from pallas_kernels.matmul import QuantisedMatrix, ScaledMatrix, form_of, num_bytes
 
 SLOTS = (8, 32)
 """Where the flag does not say."""
@@ -82,6 +82,8 @@ def run(flags: FlagValues) -> None:
     matmuls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for dtype, quantization, kept, rows in product(flags.dtypes, flags.quantizations, flags.weight_dtypes, slots):
+        if dtype != "float32" and kept not in ("auto", dtype):
+            continue  # 16 bits have no other form
         form = {"quantization": None if quantization == "none" else quantization, "weight_dtype": kept}
         step = measure_step(flags.model, dtype, rows, flags.context, **form)
         config: ModelConfig = step.pop("config")
@@ -145,7 +147,7 @@ def read_bytes(config: ModelConfig, params: Any, rows: int) -> float:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [getattr(key, "key", None) for key in path]
         if keys[0] != "embed" or config.tie_word_embeddings:
-            total += leaf.nbytes * (share if "kernels" in keys else 1.0)
+            total += num_bytes(leaf.shape, leaf.dtype) * (share if "kernels" in keys else 1.0)
     return total
 
 
@@ -214,8 +216,7 @@ def measure_matmuls(config: ModelConfig, params: Any, dtype: str, rows: int) -> 
             kernel = _matrix(config, params, weight.path)
             is_embedding = weight.path == ("embed",)
             in_size, out_size = weight.shape[::-1] if is_embedding else weight.shape
-            form = form_of(kernel).name if isinstance(kernel, QuantisedMatrix) else kernel.dtype.name
-            groups[in_size, out_size, is_embedding, form].append(kernel)
+            groups[in_size, out_size, is_embedding, _form_name(kernel)].append(kernel)
     results = []
     for (in_size, out_size, transposed, form), kernels in groups.items():
 
@@ -232,10 +233,18 @@ def measure_matmuls(config: ModelConfig, params: Any, dtype: str, rows: int) -> 
                 "count": len(kernels),
                 "ms": 1e3 * seconds,
                 "gflop_per_s": 2 * rows * len(kernels) * in_size * out_size / seconds / 1e9,
-                "gb_per_s": sum(leaf.nbytes for leaf in jax.tree.leaves(kernels)) / seconds / 1e9,
+                "gb_per_s": sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(kernels)) / seconds / 1e9,
             }
         )
     return results
+
+
+def _form_name(kernel: Any) -> str:
+    if isinstance(kernel, QuantisedMatrix):
+        return form_of(kernel).name
+    if isinstance(kernel, ScaledMatrix):
+        return f"{kernel.numbers.dtype.name} by {'channel' if 1 in kernel.scales.shape[-2:] else 'block'}"
+    return str(kernel.dtype.name)
 
 
 def _matrix(config: ModelConfig, params: Any, path: tuple[str | int, ...]) -> Any:

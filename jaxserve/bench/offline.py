@@ -12,6 +12,7 @@ from absl.flags import FlagValues
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.report import Column, report
 from jaxserve.bench.server_settings import read_server_settings
+from jaxserve.config import EngineConfig
 from jaxserve.engine.stats import EngineStats
 
 PREFILL_TOKENS = 128
@@ -45,6 +46,9 @@ SETTINGS_COLUMNS = (Column("settings", "settings"), *COLUMNS[2:])
 def run(flags: FlagValues) -> None:
     """Measures every dtype, or all of `--settings`, at every slot count, each several times, and reports medians."""
     if flags.settings:
+        both = [name for name in ("dtypes", "quantizations", "max_decode_steps") if flags[name].present]
+        if both:
+            raise ValueError(f"--{both[0]} says nothing beside --settings; give it there")
         results = [each for slots in flags.slots for each in measure_settings(flags, slots)]
     else:
         results = [each for dtype in flags.dtypes for slots in flags.slots for each in measure(flags, dtype, slots)]
@@ -76,11 +80,15 @@ def measure_settings(flags: FlagValues, slots: int) -> list[dict[str, Any]]:
     Raises:
       ValueError: a setting cannot be, or is one that the measurement makes itself.
     """
+    if len(set(flags.settings)) < len(flags.settings):
+        raise ValueError("--settings has the same twice")
     llms = {}
     for each in flags.settings:
         chosen = read_server_settings(each, taken=_own_settings(flags, slots))
-        llms[each] = make_llm(flags, chosen.pop("dtype", "float32"), slots, **chosen)
-    return [{"settings": name} | figures_of for name, figures_of in _in_turns(flags, llms, slots).items()]
+        llms[each] = make_llm(flags, chosen.pop("dtype", EngineConfig(model="").dtype), slots, **chosen)
+    dtypes = {name: llm.engine.config.dtype for name, llm in llms.items()}
+    measured = _in_turns(flags, llms, slots)
+    return [{"settings": name, "dtype": dtypes[name]} | figures_of for name, figures_of in measured.items()]
 
 
 def _in_turns(flags: FlagValues, llms: dict[str, LLM], slots: int) -> dict[str, dict[str, Any]]:

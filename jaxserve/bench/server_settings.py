@@ -12,7 +12,7 @@ from jaxserve.config.flags import engine_config_from_flags, parse_flags
 
 
 def read_server_settings(settings: str, *, taken: Collection[str]) -> dict[str, Any]:
-    """The fields of `EngineConfig` that a command line of `jaxserve.server` sets to something else than the default.
+    """The fields of `EngineConfig` that a command line of `jaxserve.server` sets.
 
     Args:
       taken: fields that the measurement sets itself.
@@ -20,11 +20,10 @@ def read_server_settings(settings: str, *, taken: Collection[str]) -> dict[str, 
     Raises:
       ValueError: a flag is unknown, has a bad value, or sets a field that is taken.
     """
-    words = shlex.split(settings)
-    config = engine_config_from_flags(parse_flags("server", ["bench", "--model=", "--log_level=warning", *words]))
-    changed = {f.name: getattr(config, f.name) for f in fields(EngineConfig) if getattr(config, f.name) != f.default}
-    changed.pop("model", None)
-    both = sorted(changed.keys() & set(taken))
+    flags = parse_flags("server", ["bench", *shlex.split(settings)])
+    config = engine_config_from_flags(flags)
+    given = {each.name for each in fields(EngineConfig) if each.name in flags and flags[each.name].present}
+    both = sorted(given & set(taken))
     if both:
         raise ValueError(f"--settings={settings!r} sets {', '.join(both)}, which the measurement sets itself")
-    return changed
+    return {name: getattr(config, name) for name in given}

@@ -99,10 +99,10 @@ def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config:
 
     if form.startswith("packed"):
         replicated = NamedSharding(mesh, PartitionSpec())
-        packed = jax.tree.map(
+        of_packed = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), jax.eval_shape(shapes)
         )
-        return packed | adapters
+        return of_packed | adapters
 
     plain = jax.eval_shape(shapes)
     shardings = jax.tree.map(leaf_shardings, param_shardings(model_config, mesh, stacked=form == "stacked"), plain)

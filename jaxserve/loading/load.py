@@ -3,7 +3,8 @@
 The model's weight table decides what is read. Names and shapes are compared first, from headers; then the part of
 each tensor that a device holds is mapped, converted in one pass and placed on its own, a few ahead of the devices in
 threads. So a host reads what its own devices keep and nothing else, whatever devices other hosts have, and holds a few
-such parts besides, never a second copy of the model.
+such parts besides, never a second copy of the model. A weight that is quantised here is read whole, some columns at a
+time.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def load_model(
 
     Args:
       resolved: what to read, from `resolve_model`.
-      dtype: "float32" or "bfloat16"; every weight is converted to it.
+      dtype: "float32" or "bfloat16", of what `quantization` and `weight_dtype` leave.
       mesh: where to place the parameters; the default device when None.
       progress: called with bytes placed, bytes in all and the last weight's name.
       quantization: keeps matrices quantised: "gguf" (a file's blocks), or another of `EngineConfig`'s.
@@ -277,6 +278,7 @@ def _load_orbax(
     dtypes = kept_dtypes(weight_dtype, dtype, table, forms, None)
     config, params, generation_config = load_orbax(resolved.path, dtype, mesh, progress)
     placed = _by_path(config, params)
+    del params  # each array is let go as its smaller form is there
     shardings = {} if mesh is None else _by_path(config, param_shardings(config, mesh))
     for weight in table:
         if weight.path in forms:

@@ -20,7 +20,8 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxserve.core import CheckpointError
 from jaxserve.loading.json_file import read_json_object
-from jaxserve.loading.orbax_layout import PARAMS
+from jaxserve.loading.orbax_layout import PARAMS, first_line, name_of
+from jaxserve.loading.orbax_logs import silence_orbax
 from jaxserve.loading.orbax_writer import save_args
 from jaxserve.loading.tokenizer_files import copy_tokenizer
 from jaxserve.models.config import ModelConfig
@@ -103,6 +104,7 @@ def load_orbax(
         return jax.ShapeDtypeStruct(weight.shape, own, sharding=sharding)
 
     directory = path.absolute() / PARAMS
+    silence_orbax()
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             saved = read_metadata(checkpointer, directory)
@@ -132,8 +134,7 @@ def read_metadata(checkpointer: ocp.StandardCheckpointer, directory: Path) -> An
 
 
 def _unreadable(directory: Path, error: Exception) -> CheckpointError:
-    first_line = str(error).strip().partition("\n")[0]
-    return CheckpointError(f"{directory} cannot be restored: {type(error).__name__}: {first_line}")
+    return CheckpointError(f"{directory} cannot be restored: {type(error).__name__}: {first_line(error)}")
 
 
 def _check_saved(config: ModelConfig, params: Mapping[str, Any]) -> None:
@@ -143,10 +144,10 @@ def _check_saved(config: ModelConfig, params: Mapping[str, Any]) -> None:
         try:
             shape = tuple(saved_leaf(params, weight).shape)
         except (KeyError, IndexError) as error:
-            raise ValueError(f"params lacks {_named(weight)}, which hf_config asks for") from error
+            raise ValueError(f"params lacks {name_of(weight.path)}, which hf_config asks for") from error
         if shape != weight.shape:
             raise ValueError(
-                f"params {_named(weight)} has shape {list(shape)}; hf_config asks for {list(weight.shape)}"
+                f"params {name_of(weight.path)} has shape {list(shape)}; hf_config asks for {list(weight.shape)}"
             )
 
 
@@ -161,12 +162,14 @@ def check_shapes(path: Path, table: list[Weight], saved: Any) -> None:
             leaf = saved_leaf(saved, weight)
             shape, dtype = tuple(leaf.shape), leaf.dtype
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} lacks {_named(weight)}, which its config asks for") from error
+            raise CheckpointError(f"{path} lacks {name_of(weight.path)}, which its config asks for") from error
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise CheckpointError(f"{path}: {_named(weight)} has dtype {dtype}; weights must be floating-point numbers")
+            raise CheckpointError(
+                f"{path}: {name_of(weight.path)} has dtype {dtype}; weights must be floating-point numbers"
+            )
         if shape != weight.shape:
             raise CheckpointError(
-                f"{path}: {_named(weight)} has shape {list(shape)}; its config asks for {list(weight.shape)}"
+                f"{path}: {name_of(weight.path)} has shape {list(shape)}; its config asks for {list(weight.shape)}"
             )
     num_saved = len(jax.tree.leaves(saved, is_leaf=lambda leaf: hasattr(leaf, "shape")))
     if num_saved != len(table):
@@ -182,10 +185,6 @@ def saved_leaf(tree: Any, weight: Weight) -> Any:
     for key in weight.path:
         tree = tree[key]
     return tree
-
-
-def _named(weight: Weight) -> str:
-    return "/".join(map(str, weight.path))
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

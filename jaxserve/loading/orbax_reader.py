@@ -17,7 +17,7 @@ from jaxserve.core import CheckpointError
 from jaxserve.loading.checkpoint import Part
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.orbax_checkpoint import check_shapes, read_metadata, saved_leaf
-from jaxserve.loading.orbax_layout import PARAMS
+from jaxserve.loading.orbax_layout import PARAMS, first_line, name_of
 from jaxserve.models.registry import model_config_from_hf
 from jaxserve.models.weights import Weight, weights
 
@@ -68,7 +68,9 @@ class OrbaxReader:
             try:
                 weight.put(value, array.read().result())
             except ValueError as error:
-                raise CheckpointError(f"{self._directory}: {_named(weight)} cannot be read: {_line(error)}") from error
+                raise CheckpointError(
+                    f"{self._directory}: {name_of(weight.path)} cannot be read: {first_line(error)}"
+                ) from error
         return value[part]
 
     def _num_bytes(self, weight: Weight) -> int:
@@ -87,12 +89,6 @@ class OrbaxReader:
         try:
             return tensorstore.open(spec, context=self._context, open=True, read=True).result()
         except ValueError as error:
-            raise CheckpointError(f"{self._directory}: {_named(weight)} cannot be opened: {_line(error)}") from error
-
-
-def _named(weight: Weight) -> str:
-    return "/".join(map(str, weight.path))
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{self._directory}: {name_of(weight.path)} cannot be opened: {first_line(error)}"
+            ) from error

@@ -19,12 +19,10 @@ import orbax.checkpoint as ocp
 
 from jaxserve.core import JaxserveError
 from jaxserve.loading.named_tensors import NamedTensor
-from jaxserve.loading.orbax_layout import PARAMS
+from jaxserve.loading.orbax_layout import PARAMS, first_line
 from jaxserve.loading.orbax_logs import silence_orbax
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.weights import Weight, make_params
-
-silence_orbax()
 
 CHUNK_BYTES = 1 << 20
 """Most bytes of a chunk: the least that is read, so a device that holds a part reads little else."""
@@ -92,6 +90,7 @@ def write_orbax_params(
     Raises:
       OSError: it cannot be written.
     """
+    silence_orbax()
     registry = ocp.type_handlers.create_type_handler_registry(
         (_LazyArray, _LazyHandler(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax asks for it, whatever the leaves are
@@ -107,4 +106,4 @@ def write_orbax_params(
         except (OSError, JaxserveError):
             raise
         except Exception as error:  # Orbax and its storage raise many kinds for a full disk
-            raise OSError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+            raise OSError(f"{type(error).__name__}: {first_line(error)}") from error

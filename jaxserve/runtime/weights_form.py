@@ -36,12 +36,7 @@ _IN_BLOCKS = ("gguf", "int8", "int4")
 
 def keeps_packed(config: EngineConfig, mesh: Mesh) -> bool:
     """Whether quantised matrices are kept for native products, not for XLA's."""
-    return (
-        config.quantization in _IN_BLOCKS
-        and config.matmul_implementation != "xla"
-        and _can_be_native(config, mesh)
-        and native.is_available()
-    )
+    return config.quantization is not None and _is_packed(config, mesh)
 
 
 def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, loaded: Any = None) -> str:
@@ -77,8 +72,7 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
         )
     if stacked:
         return "stacked" if config.quantization is None or _layers_are_alike(config, model_config, loaded) else "plain"
-    can_be_native = can_be_native and native.is_available() and config.quantization in (None, *_IN_BLOCKS)
-    if config.matmul_implementation == "xla" or not can_be_native:
+    if not _is_packed(config, mesh):
         if config.decoder_implementation == "native_cpu":
             raise ValueError("decoder_implementation native_cpu needs packed weights, not matmul_implementation xla")
         return "plain"
@@ -94,13 +88,17 @@ def weights_form(config: EngineConfig, mesh: Mesh, model_config: ModelConfig, lo
 
 def weight_dtype(config: EngineConfig, mesh: Mesh) -> str:
     """As what matrices that are not quantised are loaded, see `load_model`: "auto" only where they are packed."""
-    is_packed = (
-        _can_be_native(config, mesh)
-        and config.matmul_implementation != "xla"
+    return config.dtype if config.weight_dtype == "auto" and not _is_packed(config, mesh) else config.weight_dtype
+
+
+def _is_packed(config: EngineConfig, mesh: Mesh) -> bool:
+    """Whether products are the native ones."""
+    return (
+        config.matmul_implementation != "xla"
         and config.quantization in (None, *_IN_BLOCKS)
+        and _can_be_native(config, mesh)
         and native.is_available()
     )
-    return config.dtype if config.weight_dtype == "auto" and not is_packed else config.weight_dtype
 
 
 def _is_stacked(config: EngineConfig, mesh: Mesh) -> bool:

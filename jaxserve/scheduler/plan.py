@@ -103,8 +103,8 @@ class PrefillChunk:
 class PageUpdate(NamedTuple):
     """Pages written into a slot's page table from index `first` on; order is token order.
 
-    Page 0, the null page, stands for a page that was given back: no layer sees its tokens any more. A slot has a table
-    for each group of layers.
+    Page 0, the null page, stands for a page that was given back: no layer of its group sees its tokens any
+    more. A slot has a table for each group of layers.
     """
 
     slot: int

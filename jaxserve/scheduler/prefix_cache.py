@@ -4,7 +4,7 @@ A full page's content depends on its tokens and on all before them, so its name 
 and the name of the page before: equal names, equal K and V. The chain starts from the tenant, the
 request's salt and its LoRA adapter; who does not share all three cannot find, nor time, another's pages.
 
-A page is entered once its K and V are written, or when it is given back before that, as no layer of the model sees
+A page is entered once its K and V are written, or when it is given back before that, as no layer of its group sees
 its tokens any more: who finds it runs after the step that writes it. It leaves when it is evicted. Of two pages of
 the same name the first is kept in the index.
 

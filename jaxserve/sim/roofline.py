@@ -215,8 +215,10 @@ class RooflineCost:
         heads = -(-shape.num_kv_heads // num_chips)
         self.kv_token_bytes = 2 * shape.num_layers * heads * shape.head_dim * kv_bits / 8
         """Bytes of one token's K and V on one device."""
-        self._num_groups = num_groups
-        self._page_bytes = page_size * self.kv_token_bytes / num_groups
+        # Groups are of one size: the last may have places that no layer takes.
+        layers_per_group = -(-shape.num_layers // num_groups)
+        self._group_token_bytes = self.kv_token_bytes * layers_per_group / shape.num_layers
+        self._page_bytes = page_size * self._group_token_bytes
 
     def step_s(self, features: StepFeatures) -> float:
         """Overhead, the longer of both, and the way to the host."""
@@ -233,7 +235,7 @@ class RooflineCost:
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction is {memory_fraction}; it must be in (0, 1]")
         room = self.chip.memory_bytes * memory_fraction - self._held_weights
-        pages = int(room // (page_size * self.kv_token_bytes / self._num_groups))
+        pages = int(room // (page_size * self._group_token_bytes))
         if pages < 2:
             raise ValueError(
                 f"weights take {self._held_weights / 1e9:.1f} GB of each {self.chip.name}, which has"

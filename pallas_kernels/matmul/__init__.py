@@ -22,7 +22,6 @@ from pallas_kernels.matmul.scaled import (
     scaled_form,
     scaled_matmul,
     scaled_rows,
-    widened,
 )
 
 __all__ = [
@@ -50,5 +49,4 @@ __all__ = [
     "scaled_form",
     "scaled_matmul",
     "scaled_rows",
-    "widened",
 ]

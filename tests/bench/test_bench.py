@@ -75,14 +75,21 @@ def test_offline_measures_and_writes_json(tiny_model_dir, tmp_path, capsys):
 def test_offline_compares_settings_in_turns(tiny_model_dir, tmp_path, capsys):
     output = tmp_path / "figures.json"
     words = ["--slots=2", "--prompt-tokens=8", "--output-tokens=8", "--runs=1", f"--output={output}"]
-    settings = ["--dtype=bfloat16", "--kv_cache_dtype=int8"]
+    settings = ["--dtype=float32", "--dtype=bfloat16 --kv_cache_dtype=int8"]
     main(["bench", "offline", f"--model={tiny_model_dir}", *words, *(f"--settings={each}" for each in settings)])
     results = json.loads(output.read_text())["results"]
     assert [each["settings"] for each in results] == settings
+    assert [each["dtype"] for each in results] == ["float32", "bfloat16"]
     assert all(each["output_tokens_per_s"] > 0 and each["slots"] == 2 for each in results)
-    with pytest.raises(SystemExit):
-        main(["bench", "offline", f"--model={tiny_model_dir}", *words, "--settings=--max_num_seqs=4"])
-    assert "sets max_num_seqs, which the measurement sets itself" in capsys.readouterr().err
+    for wrong, message in (
+        (["--settings=--max_num_seqs=2"], "sets max_num_seqs, which the measurement sets itself"),
+        (["--settings=--model=other"], "sets model, which"),
+        (["--settings=", "--settings="], "the same twice"),
+        (["--settings=--seed=1", "--dtypes=float32"], "--dtypes says nothing beside --settings"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["bench", "offline", f"--model={tiny_model_dir}", *words, *wrong])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -79,18 +79,25 @@ def test_limits_and_steps_are_measured(tiny_model_dir, tmp_path, monkeypatch, ca
     monkeypatch.setattr(machine, "TRIES", 2)
     monkeypatch.setattr(machine, "PEAK_SIZE", {"cpu": 64})
     output = tmp_path / "figures.json"
-    words = (f"--model={tiny_model_dir}", "--dtypes=float32", "--slots=2", "--context=40", "--quantizations=none,int8")
+    words = (
+        f"--model={tiny_model_dir}",
+        "--dtypes=float32",
+        "--slots=2",
+        "--context=40",
+        "--quantizations=none,int8,int8_channel",
+    )
     main(["bench", "machine", *words, f"--output={output}"])
     document = json.loads(output.read_text())
     limits = {each["limit"]: each["value"] for each in document["limits"]}
     assert limits["matmul float32"] > 0 and limits["read, 1 thread"] > 0
-    step, quantised = document["results"]
+    step, quantised, by_channel = document["results"]
     assert (step["dtype"], step["quantization"], step["slots"]) == ("float32", "none", 2)
     assert (quantised["quantization"], quantised["weight_dtype"]) == ("int8", "auto")
+    assert by_channel["weights_mb"] < quantised["weights_mb"]
     # 8.5 bits in place of 32, but for an embedding whose columns are not in 32s, and norms.
     assert 0.26 < quantised["weights_mb"] / step["weights_mb"] < 0.6
     assert quantised["weights_ms"] / step["weights_ms"] == pytest.approx(quantised["weights_mb"] / step["weights_mb"])
-    assert {each["form"] for each in document["matmuls"]} == {"float32", "8.32.symmetric.float16"}
+    assert {each["form"] for each in document["matmuls"]} == {"float32", "8.32.symmetric.float16", "int8 by channel"}
     # Prompts may be read one after the other, beside rows that decode already.
     assert machine.STEPS <= step["steps_timed"] <= machine.STEPS + 2
     assert step["ratio_to_bound"] == pytest.approx(step["step_ms"] / step["bound_ms"]) and step["ratio_to_bound"] > 0

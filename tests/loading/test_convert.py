@@ -141,8 +141,7 @@ def test_what_is_converted_serves_the_same_ids(tmp_path, name, output):
     assert found == wanted
 
 
-@pytest.mark.parametrize("source", ["hf", "gguf"])
-def test_fused_experts_of_gguf_come_back_fused(tmp_path, source):
+def test_fused_experts_of_gguf_come_back_fused(tmp_path):
     there = convert(FOLDER / "gpt_oss_sinks", tmp_path / "there.gguf")
     back = convert(there, tmp_path / "back")
     assert "expert_tensors" not in json.loads((back / "config.json").read_text())
