@@ -32,6 +32,10 @@ _LAYER_NAMES = {
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_LAYERS = 6
 """Layers of Gemma 3 of which the last sees all."""
+_SOFTMAX, _SIGMOID = 1, 2
+"""Values of `expert_gating_func`; llama.cpp takes softmax where a `deepseek2` file has none."""
+_EXPERTS_OF_V3 = 256
+"""Files of an older converter do not say that they lie in 8 groups, of which 4 are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,7 @@ class GgufArchitecture:
       extra: see `ExtraFields`.
       epsilon: the metadata that has what norms add.
       has_experts: mixtures of experts are known.
+      has_latents: attention is over latents, so that keys and values differ in size.
     """
 
     hf_architecture: str
@@ -57,6 +62,7 @@ class GgufArchitecture:
     extra: ExtraFields = lambda fields, config: {}
     epsilon: str = "attention.layer_norm_rms_epsilon"
     has_experts: bool = False
+    has_latents: bool = False
 
     def module(self, gguf_name: str) -> str | None:
         """The Hugging Face module of a layer's tensor; None: it has none."""
@@ -167,6 +173,74 @@ def _starcoder2(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
+def _deepseek2(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3's; the other models that have this name are refused.
+
+    Older files have `attn_kv_b`, as Hugging Face's checkpoints; newer ones `attn_k_b` and `attn_v_b`, and in
+    `key_length` and `value_length` what is cached, sizes of heads in `key_length_mla` and `value_length_mla`.
+    """
+    path, turning = fields.gguf.path, fields.count("rope.dimension_count")
+    if fields.count("expert_gating_func", _SOFTMAX) != _SIGMOID:
+        raise UnsupportedModelError(
+            f"{path}: experts that are not chosen by sigmoid scores (expert_gating_func {_SIGMOID}) are not supported:"
+            " DeepSeek-V3 and R1 are, DeepSeek-V2 is not"
+        )
+    for key in ("attention.temperature_scale", "nextn_predict_layers"):
+        if fields.number(key, 0.0):
+            raise UnsupportedModelError(f"{path}: {key} is {fields.number(key):g}, which is not supported")
+    fused, separate = (f"blk.0.{name}.weight" in fields.gguf.tensors for name in ("attn_kv_b", "attn_k_b"))
+    if fused and separate:
+        raise UnsupportedModelError(f"{path}: attn_kv_b and attn_k_b in one file are not supported; one of them is")
+    experts = fields.count("expert_count")
+    groups, chosen = (8, 4) if experts == _EXPERTS_OF_V3 else (1, 1)
+    if fields.raw("expert_group_count") is not None:
+        groups = fields.count("expert_group_count")
+        chosen = fields.count("expert_group_used_count")
+    return {
+        "num_local_experts": 0,
+        "num_key_value_heads": config["num_attention_heads"],
+        "head_dim": turning,
+        "partial_rotary_factor": 1.0,
+        "rope_parameters": _latent_rope(fields, config["rope_parameters"]),
+        "rope_interleave": True,
+        "attention_bias": False,
+        "q_lora_rank": None if fields.raw("attention.q_lora_rank") is None else fields.count("attention.q_lora_rank"),
+        "kv_lora_rank": fields.count("attention.kv_lora_rank"),
+        "qk_nope_head_dim": fields.count("attention.key_length_mla", fields.count("attention.key_length")) - turning,
+        "qk_rope_head_dim": turning,
+        "v_head_dim": fields.count("attention.value_length_mla", fields.count("attention.value_length")),
+        "first_k_dense_replace": fields.count("leading_dense_block_count"),
+        "n_routed_experts": experts,
+        "n_shared_experts": fields.count("expert_shared_count"),
+        "moe_intermediate_size": fields.count("expert_feed_forward_length"),
+        "norm_topk_prob": fields.flag("expert_weights_norm", False),
+        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+        "scoring_func": "sigmoid",
+        "n_group": groups,
+        "topk_group": chosen,
+        "latent_tensors": "separate" if separate else "fused",
+    }
+
+
+def _latent_rope(fields: GgufFields, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """llama.cpp turns by cos and sin as they are and scales scores by YaRN's `mscale_all_dim`, as DeepSeek does."""
+    kind, path = rope["rope_type"], fields.gguf.path
+    if kind == "default":
+        return dict(rope)
+    if kind != "yarn":
+        raise UnsupportedModelError(f"{path}: rope type {kind!r} is not supported over latents; default and yarn are")
+    # As a float32: a tenth of what the model's config has, which is a number of a few digits.
+    mscale = float(f"{10 * fields.number('rope.scaling.yarn_log_multiplier', 0.0):.7g}")
+    factors = [fields.number(f"rope.scaling.{name}", 1.0) for name in ("attn_factor", "yarn_attn_factor")]
+    if not mscale or factors != [1.0, 1.0]:
+        raise UnsupportedModelError(
+            f"{path}: yarn over latents with rope.scaling.yarn_log_multiplier {mscale / 10:g} and attention factors"
+            f" {factors} is not supported: a multiplier is needed, and factors of 1"
+        )
+    kept = {key: value for key, value in rope.items() if key != "attention_factor"}
+    return {**kept, "mscale": mscale, "mscale_all_dim": mscale}
+
+
 _MIXTRAL_NAMES = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -184,6 +258,21 @@ _GPT_OSS_NAMES = {
     "ffn_gate_inp": "mlp.router",
     "attn_sinks": "self_attn.sinks",
     "post_attention_norm": "post_attention_layernorm",
+}
+_DEEPSEEK_NAMES = {
+    **_EXPERT_NAMES,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
 
 ARCHITECTURES = {
@@ -215,6 +304,14 @@ ARCHITECTURES = {
         "Qwen3MoeForCausalLM", "qwen3_moe", names=_EXPERT_NAMES, extra=_qwen3moe, has_experts=True
     ),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", "gpt_oss", names=_GPT_OSS_NAMES, extra=_gpt_oss, has_experts=True),
+    "deepseek2": GgufArchitecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        names=_DEEPSEEK_NAMES,
+        extra=_deepseek2,
+        has_experts=True,
+        has_latents=True,
+    ),
     "glm4": GgufArchitecture(
         "Glm4ForCausalLM",
         "glm4",

@@ -21,7 +21,8 @@ TOP_NAMES = {
     "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
 }
-_WITHOUT_SUFFIX = ("self_attn.sinks",)
+WITHOUT_SUFFIX = {"self_attn.sinks": "weight", "mlp.gate.e_score_correction_bias": "bias"}
+"""Modules of a layer that are a tensor's whole name, and what GGUF's ends with."""
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -30,7 +31,7 @@ def hf_name(gguf_name: str, arch: GgufArchitecture) -> str:
     match = _LAYER_TENSOR.fullmatch(gguf_name)
     module = arch.module(match[2]) if match else None
     if match and module:
-        suffix = "" if module in _WITHOUT_SUFFIX else f".{match[3]}"
+        suffix = "" if module in WITHOUT_SUFFIX else f".{match[3]}"
         return f"model.layers.{match[1]}.{module}{suffix}"
     return TOP_NAMES.get(gguf_name, gguf_name)
 
@@ -76,7 +77,7 @@ def hf_config(gguf: GgufFile, rope_factors: Mapping[str, list[float]]) -> dict[s
             raise CheckpointError(f"{gguf.path}: {key} is {size}; it must be positive")
     if not 1 <= layers <= len(gguf.tensors):
         raise CheckpointError(f"{gguf.path}: block_count is {layers}; the file has {len(gguf.tensors)} tensors")
-    if fields.count("attention.value_length", head_dim) != head_dim:
+    if not arch.has_latents and fields.count("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{gguf.path}: key and value heads differ in size, which is not supported")
     num_experts = fields.count("expert_count", 0)
     if num_experts and not arch.has_experts:

@@ -37,6 +37,13 @@ class GgufFields:
             raise CheckpointError(f"{self.gguf.path}: {self._prefix}.{key} is {value!r}; it must be a number")
         return float(value)
 
+    def flag(self, key: str, default: bool) -> bool:
+        """A boolean."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.gguf.path}: {self._prefix}.{key} is {value!r}; it must be true or false")
+        return value
+
     def text(self, key: str, default: str) -> str:
         """A string."""
         return str(self._value(key, default))

@@ -14,7 +14,7 @@ import numpy as np
 from jaxserve.core import UnsupportedModelError
 from jaxserve.loading.gguf_architectures import ARCHITECTURES
 from jaxserve.loading.gguf_config import ROPE_FREQS, ROPE_LONG, ROPE_SHORT
-from jaxserve.models.config import ModelConfig, RopeConfig
+from jaxserve.models.config import LatentConfig, ModelConfig, RopeConfig
 from jaxserve.models.rope import inverse_frequencies, rotary_dim
 
 _NAMES = {arch.hf_architecture: name for name, arch in ARCHITECTURES.items()} | {
@@ -63,7 +63,7 @@ def model_metadata(config: ModelConfig, end_tokens: list[int]) -> Metadata:
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
         ARCHITECTURES[arch].epsilon: float(config.rms_norm_eps),
-        "rope.dimension_count": rotary_dim(rope, config.head_dim),
+        "rope.dimension_count": rotary_dim(rope, config.rope_head_dim),
         "rope.freq_base": float(rope.theta),
         **_scaling(rope),
         **_windows(config, arch),
@@ -84,6 +84,9 @@ def model_metadata(config: ModelConfig, end_tokens: list[int]) -> Metadata:
         own["embedding_scale"] = float(config.embedding_multiplier)
         own["residual_scale"] = float(config.residual_multiplier)
         own["logit_scale"] = float(config.logits_divisor)
+    if config.latent is not None:
+        own |= _latents(config, config.latent)
+        own.pop("rope.scaling.yarn_attn_factor", None)  # the log multiplier has it
     return {
         "general.architecture": arch,
         **{f"{arch}.{key}": value for key, value in own.items()},
@@ -97,9 +100,8 @@ def rope_tensors(config: ModelConfig) -> dict[str, np.ndarray[Any, Any]]:
     if rope.kind in ("llama3", "frequency_factors"):
         plain = RopeConfig(theta=rope.theta, partial_rotary_factor=rope.partial_rotary_factor)
         length = config.max_position_embeddings
-        factors = inverse_frequencies(plain, config.head_dim, length) / inverse_frequencies(
-            rope, config.head_dim, length
-        )
+        size = config.rope_head_dim
+        factors = inverse_frequencies(plain, size, length) / inverse_frequencies(rope, size, length)
         return {ROPE_FREQS: factors.astype(np.float32)}
     if rope.kind == "longrope":
         return {ROPE_LONG: np.float32(rope.long_factors), ROPE_SHORT: np.float32(rope.short_factors)}  # type: ignore[dict-item]
@@ -130,6 +132,33 @@ def _scaling(rope: RopeConfig) -> dict[str, Any]:
         # llama.cpp multiplies with YaRN's own factor.
         own = 1.0 + 0.1 * math.log(rope.factor) if rope.factor > 1.0 else 1.0
         found["rope.scaling.yarn_attn_factor"] = float(rope.attention_factor) / own
+    return found
+
+
+def _latents(config: ModelConfig, latent: LatentConfig) -> dict[str, Any]:
+    """Of newer `deepseek2` files: `key_length` and `value_length` are what is cached."""
+    experts, rope = config.experts, config.rope
+    assert experts is not None, f"{config.architecture} has no experts"
+    queries = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    found: dict[str, Any] = {
+        "attention.value_length": latent.kv_lora_rank,
+        "attention.kv_lora_rank": latent.kv_lora_rank,
+        "attention.key_length_mla": queries,
+        "attention.value_length_mla": latent.v_head_dim,
+        "leading_dense_block_count": config.mlp_kinds.count("dense"),
+        "expert_shared_count": experts.shared_size // experts.inner_size,
+        "expert_weights_scale": float(experts.scale),
+        "expert_weights_norm": experts.normalise,
+        "expert_gating_func": int(gguf.ExpertGatingFuncType.SIGMOID),
+        "expert_group_count": experts.num_groups,
+        "expert_group_used_count": experts.num_groups_chosen,
+    }
+    if latent.q_lora_rank is not None:
+        found["attention.q_lora_rank"] = latent.q_lora_rank
+    if rope.kind == "yarn" and rope.factor > 1.0:
+        # Scores are scaled by the square of 1 + multiplier * log(factor).
+        growth = math.sqrt(config.score_scale * math.sqrt(queries)) - 1.0
+        found["rope.scaling.yarn_log_multiplier"] = round(growth / math.log(rope.factor), 9)
     return found
 
 

@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType as Quant
 from jaxserve.core import CheckpointError, UnsupportedModelError
 from jaxserve.loading.checkpoint import CheckpointReader
 from jaxserve.loading.gguf_architectures import ARCHITECTURES, GgufArchitecture
-from jaxserve.loading.gguf_config import TOP_NAMES, hf_config
+from jaxserve.loading.gguf_config import TOP_NAMES, WITHOUT_SUFFIX, hf_config
 from jaxserve.loading.gguf_file import GgufFile, GgufTensor
 from jaxserve.loading.gguf_metadata import Metadata, add_metadata, model_metadata, rope_tensors
 from jaxserve.loading.named_tensors import NamedTensor, as_dtype, named_tensors
@@ -118,7 +118,7 @@ def write_gguf(
 
 def _tensors(reader: CheckpointReader, config: ModelConfig, arch: GgufArchitecture, kind: str) -> list[_Tensor]:
     """The file's tensors, experts of a matrix in one."""
-    target = model_config_from_hf({**reader.hf_config, "expert_tensors": "separate"})
+    target = model_config_from_hf({**reader.hf_config, "expert_tensors": "separate", "latent_tensors": "separate"})
     stacks: dict[str, list[NamedTensor]] = {}
     for tensor in named_tensors(reader, config, target, None):
         stacks.setdefault(_EXPERT.sub(".experts.{}.", tensor.name), []).append(tensor)
@@ -167,11 +167,9 @@ def gguf_name(hf_name: str, arch: GgufArchitecture) -> str:
     if hf_name in top:
         return top[hf_name]
     _, _, layer, rest = hf_name.split(".", 3)
-    for suffix in ("weight", "bias", ""):
-        module = rest.removesuffix(f".{suffix}") if suffix else rest
-        own = arch.gguf_module(module) if module != rest or not suffix else None
-        if own is not None:
-            return f"blk.{layer}.{own}.{suffix or 'weight'}"
+    module, suffix = (rest, WITHOUT_SUFFIX[rest]) if rest in WITHOUT_SUFFIX else rest.rsplit(".", 1)
+    if (own := arch.gguf_module(module)) is not None:
+        return f"blk.{layer}.{own}.{suffix}"
     raise UnsupportedModelError(f"tensor {hf_name} has no name in GGUF architecture {arch.model_type}")
 
 
@@ -214,13 +212,15 @@ def differences(one: ModelConfig, other: ModelConfig) -> list[str]:
             found.append(field.name)
     if not _is_near(*(each.attention_scale or each.head_dim**-0.5 for each in (one, other))):
         found.append("attention_scale")
-    if one.num_layers == other.num_layers and one.head_dim == other.head_dim:
+    if one.num_layers == other.num_layers and one.rope_head_dim == other.rope_head_dim:
         length = one.max_position_embeddings
         for mine, yours in set(zip(one.layer_ropes, other.layer_ropes, strict=True)):
             ropes = one.ropes[mine], other.ropes[yours]
             shorter = {length, *(rope.original_max_position for rope in ropes)} - {0}
             if not _is_near(*(rope.attention_factor for rope in ropes)) or any(
-                not np.allclose(*(inverse_frequencies(rope, one.head_dim, size) for rope in ropes), rtol=1e-5, atol=0)
+                not np.allclose(
+                    *(inverse_frequencies(rope, one.rope_head_dim, size) for rope in ropes), rtol=1e-5, atol=0
+                )
                 for size in shorter
             ):
                 found.append("rope")

@@ -14,6 +14,7 @@ from jaxserve.models.rope import inverse_frequencies
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What every Llama from 3.1 on has; the factor differs."""
+_READERS_OWN = ("expert_tensors", "latent_tensors")
 _EMPTY_IF_ZERO = ("num_local_experts", "num_experts_per_tok")
 
 
@@ -23,7 +24,7 @@ def config_to_write(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
       hf_config: as a reader gives it.
     """
-    written = {key: value for key, value in hf_config.items() if key != "expert_tensors"}
+    written = {key: value for key, value in hf_config.items() if key not in _READERS_OWN}
     if written.get("quantization_config", "") is None:
         del written["quantization_config"]
     for name in _EMPTY_IF_ZERO:
@@ -67,8 +68,8 @@ def _as_llama3(config: ModelConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
     )
     length = config.max_position_embeddings
     same = np.allclose(
-        inverse_frequencies(found, config.head_dim, length),
-        inverse_frequencies(config.rope, config.head_dim, length),
+        inverse_frequencies(found, config.rope_head_dim, length),
+        inverse_frequencies(config.rope, config.rope_head_dim, length),
         rtol=1e-5,
         atol=0,
     )

@@ -71,7 +71,7 @@ class LatentAttention(nnx.Module):
 
 
 def latent_attention_parameters(config: ModelConfig) -> list[Parameter]:
-    """The arrays of `LatentAttention`. `k_up` and `v_up` are rows of every head in one tensor."""
+    """The arrays of `LatentAttention`. `k_up` and `v_up` are rows of every head in one tensor, if they share one."""
     latent = config.latent
     assert latent is not None, f"{config.architecture} has no latent attention"
     hidden, heads = config.hidden_size, config.num_heads

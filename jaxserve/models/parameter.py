@@ -26,7 +26,7 @@ class Parameter(NamedTuple):
       shape: matrices are [in, out], those of experts [E, in, out], those of heads [H, in, out].
       axes: logical axis of each dimension, see `jaxserve.models.sharding`.
       is_float32: whatever dtype the model has.
-      head_rows: what it is of its tensor, if that holds several arrays of every head.
+      head_rows: what it is of its tensor, where that holds several arrays of every head.
     """
 
     path: tuple[str, ...]

@@ -224,5 +224,6 @@ def _layer(config: ModelConfig, index: int) -> list[Weight]:
             rows = range(ends[tensor], ends[tensor] + shape[-1])
             ends[tensor] = rows.stop
         where = ("layers", index, *path)
+        head_rows = head_rows if sharers > 1 else None
         found.append(Weight(where, tensor, shape, transpose, axes, rows, columns, is_float32, head_rows))
     return found

@@ -32,7 +32,13 @@ _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_WOR
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_WORDS_AND_SPACES}"
 _TEKKEN = _CASED % ("", "") + r"|\p{N}" + _CASED_REST
 _GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _CASED_REST
-_PATTERNS = {
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_PATTERNS: dict[str, str | tuple[str, ...]] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -44,8 +50,10 @@ _PATTERNS = {
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     "llama4": _GPT4O,
+    "deepseek-v3": _DEEPSEEK3,
 }
-PRE_TOKENIZERS = ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o")
+"""By name; of several, each cuts what the ones before it left."""
+PRE_TOKENIZERS = ("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "deepseek-v3")
 """A name of each way to cut text."""
 _GPT2 = ("gpt-2", "gpt2", "olmo", "phi-2")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r")
@@ -138,9 +146,11 @@ def _byte_level(path: Path, vocabulary: dict[str, int], merges: list[str], pre: 
             ]
         )
     elif pre in _PATTERNS:
+        found = _PATTERNS[pre]
+        patterns = (found,) if isinstance(found, str) else found
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(_PATTERNS[pre]), behavior="isolated"),
+                *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )

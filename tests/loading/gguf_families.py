@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "glm4": gguf.MODEL_ARCH.GLM4,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
 }
@@ -34,22 +35,26 @@ _PERMUTED = ("llama", "mistral", "granite", "mixtral", "smollm3")
 _NORMS_HOLD_ONE = ("gemma2", "gemma3_text")
 
 
-def write_family(path, folder, *, quant=None, edit=None):
+def write_family(path, folder, *, quant=None, edit=None, latents="separate"):
     """Writes the model of a Hugging Face folder as one GGUF file.
 
     Args:
       quant: of matrices; float32 when None.
       edit: called with the writer, to add metadata.
+      latents: of DeepSeek: "separate" as newer converters write keys and values, "fused" as older ones.
     """
     config = json.loads((folder / "config.json").read_text())
     kind, arch = config["model_type"], ARCHITECTURES[config["model_type"]]
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     writer = GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    _write_metadata(writer, config)
+    _write_metadata(writer, config, latents)
     if edit is not None:
         edit(writer)
     heads = {".q_proj.": config["num_attention_heads"], ".k_proj.": config["num_key_value_heads"]}
-    for name, value in _of_all_experts(load_file(folder / "model.safetensors")).items():
+    tensors = _of_all_experts(load_file(folder / "model.safetensors"))
+    if kind == "deepseek_v3":
+        tensors = _of_latents(tensors, config, latents)
+    for name, value in tensors.items():
         if kind in _PERMUTED:
             value = next((permute(value, count) for part, count in heads.items() if part in name), value)
         if kind in _NORMS_HOLD_ONE and name.endswith("norm.weight"):
@@ -79,7 +84,7 @@ def _of_all_experts(tensors):
             middle = "feed_forward" if block == "block_sparse_moe" else f"{block}"
             prefix = "" if block == "block_sparse_moe" else "model."
             stacks.setdefault(f"{prefix}{layer}{middle}.experts.{matrix}.weight", {})[int(index)] = value
-        elif "experts.gate_up_proj" in name or "experts.down_proj" in name:
+        elif ".experts.gate_up_proj" in name or ".experts.down_proj" in name:
             base, _, matrix = name.rpartition(".")
             kind = "bias" if matrix.endswith("_bias") else "weight"
             value = value if kind == "bias" else value.swapaxes(1, 2)
@@ -92,19 +97,68 @@ def _of_all_experts(tensors):
     return found | {name: np.stack([own[i] for i in range(len(own))]) for name, own in stacks.items()}
 
 
-def _write_metadata(writer, config):
+def _of_latents(tensors, config, latents):
+    """Keys and values apart, or not; without layers for multi-token prediction."""
+    found, heads, nope = {}, config["num_attention_heads"], config["qk_nope_head_dim"]
+    for name, value in tensors.items():
+        if name.startswith("model.layers.") and int(name.split(".")[2]) >= config["num_hidden_layers"]:
+            continue
+        if latents == "separate" and name.endswith("kv_b_proj.weight"):
+            both = value.reshape(heads, nope + config["v_head_dim"], -1)
+            found[name.replace("kv_b_proj", "k_b_proj")] = both[:, :nope].transpose(0, 2, 1)
+            found[name.replace("kv_b_proj", "v_b_proj")] = both[:, nope:]
+        else:
+            found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = value
+    return found
+
+
+def _write_latents(writer, config, latents):
+    nope, turning = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_rope_dimension_count(turning)
+    if latents == "separate":
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config["kv_lora_rank"] + turning)
+        writer.add_value_length(config["kv_lora_rank"])
+        writer.add_key_length_mla(nope + turning)
+        writer.add_value_length_mla(config["v_head_dim"])
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(nope + turning)
+        writer.add_value_length(config["v_head_dim"])
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    rope = {**(config.get("rope_scaling") or {}), **config.get("rope_parameters", {})}
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _write_metadata(writer, config, latents):
     kind, rope = config["model_type"], config["rope_parameters"]
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if kind == "deepseek_v3":
+        _write_latents(writer, config, latents)
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
     if kind == "starcoder2":
         writer.add_layer_norm_eps(config["norm_epsilon"])
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if head_dim := config.get("head_dim"):
+    if (head_dim := config.get("head_dim")) and kind != "deepseek_v3":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if kind != "gemma2":  # its converter writes no base

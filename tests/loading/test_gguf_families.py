@@ -24,7 +24,7 @@ def load(path, **settings):
     return load_model(resolve_model(str(path)), "float32", **settings)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "deepseek_v3_mla"])
+@pytest.mark.parametrize("name", NAMES)
 def test_weights_and_logits_are_those_of_the_safetensors(tmp_path, name):
     original, converted = load(FOLDER / name), load(write_family(tmp_path / "m.gguf", FOLDER / name))
     golden = json.loads((FOLDER / name / "golden.json").read_text())

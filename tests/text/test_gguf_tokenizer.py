@@ -80,6 +80,11 @@ def test_special_tokens_and_template_come_along(smollm_like):
         ("qwen2", "I'LL pay 123", ["I", "'LL", " pay", " ", "1", "2", "3"]),
         ("tekken", "aB I'll 12/\n", ["a", "B", " I", "'ll", " ", "1", "2", "/\n"]),
         ("gpt-4o", "aB I'll 1234", ["a", "B", " I'll", " ", "123", "4"]),
+        (
+            "deepseek-v3",
+            "I'll pay 12345 日本x!ab +=\n\n",
+            ["I", "'ll", " pay", " ", "123", "45", " ", "日本", "x", "!ab", " +=\n\n"],
+        ),
     ],
 )
 def test_text_is_cut_as_the_pre_tokenizer_says(tmp_path, pre, text, pieces):

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.core import UnsupportedModelError
 from jaxserve.models.config import LatentConfig, ModelConfig, RopeConfig
 from jaxserve.models.families.hf_config import decoder_config, experts_config, flag, require
+from jaxserve.models.names import LLAMA_NAMES
 from jaxserve.models.rope import rope_config_from_hf, yarn_mscale
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 MODEL_TYPE = "deepseek_v3"
 
+SEPARATE_NAMES = replace(
+    LLAMA_NAMES.with_modules({"attention.k_up": "self_attn.k_b_proj", "attention.v_up": "self_attn.v_b_proj"}),
+    in_out=(),
+)
+"""With a tensor [heads, out, in] for each of the two products that `kv_b_proj` is made for; GGUF's."""
+
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Layers for multi-token prediction (`num_nextn_predict_layers`) may be in a checkpoint and are not used."""
+    """Layers for multi-token prediction (`num_nextn_predict_layers`) may be in a checkpoint and are not used.
+
+    `latent_tensors` is `fused` or `separate`: how keys and values are made of latents, see `SEPARATE_NAMES`.
+    """
     _check_routing(hf)
     bias = flag(hf, "attention_bias")
     count, first_dense = int(require(hf, "num_hidden_layers")), int(hf.get("first_k_dense_replace") or 0)
@@ -32,6 +43,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         attention_scale=_scale(hf, latent, rope),
         qkv_bias=bias,
         o_bias=bias,
+        names=SEPARATE_NAMES if hf.get("latent_tensors") == "separate" else LLAMA_NAMES,
         unused_layers=int(hf.get("num_nextn_predict_layers") or 0),
         mlp_kinds=tuple("dense" if index < first_dense else "experts" for index in range(count)),
         experts=experts_config(
