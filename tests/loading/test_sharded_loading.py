@@ -180,6 +180,8 @@ def test_parts_of_gguf_files_are_those_of_the_whole(tmp_path):
         write_family(tmp_path / "llama.gguf", FOLDER / "llama_gqa_tied", quant=Quant.Q8_0),
         write_family(tmp_path / "mixtral.gguf", FOLDER / "mixtral_moe", quant=Quant.Q8_0),
         write_family(tmp_path / "qwen3_moe.gguf", FOLDER / "qwen3_moe"),
+        write_family(tmp_path / "latents.gguf", FOLDER / "deepseek_v3_mla"),
+        write_family(tmp_path / "deepseek_fused.gguf", FOLDER / "deepseek_v3_mla", latents="fused"),
     ]
     assert run(PARTS, tmp_path, *files) == len(files)
 

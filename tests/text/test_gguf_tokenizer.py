@@ -5,13 +5,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 
 from jaxserve.core import CheckpointError, UnsupportedModelError
 from jaxserve.loading import resolve_model
 from jaxserve.testing.tiny import tiny_config, tiny_weights
 from jaxserve.text import load_tokenizer
-from jaxserve.text.gguf_tokenizer import tokenizer_from_gguf
+from jaxserve.text.gguf_tokenizer import tokenizer_from_gguf, tokenizer_from_metadata
+from jaxserve.text.gguf_vocabulary import gguf_vocabulary
+from jaxserve.text.tokenizer import Tokenizer
 from tests.loading.gguf_files import write_gguf
 from tests.text.vocabularies import CORPUS, SPECIAL, sentencepiece_tokens, trained_bpe
 
@@ -91,6 +94,29 @@ def test_text_is_cut_as_the_pre_tokenizer_says(tmp_path, pre, text, pieces):
     backend = tokenizer_from_gguf(write(tmp_path / "m.gguf", bpe_metadata(trained_bpe(), pre)))._backend
     spans = [span for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
     assert [text[start:end] for start, end in spans] == pieces
+
+
+def test_a_deepseek_tokenizer_is_written_under_its_own_name():
+    first, second = r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+    third = (
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in (first, second, third)]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = [*TEXTS, *CORPUS, "x = a.b(c) + 12345;", "日本語のテキスト x!ab हिन्दी camelCaseWORD"] * 10
+    trainer = trainers.BpeTrainer(vocab_size=900, min_frequency=1, show_progress=False, initial_alphabet=alphabet)
+    backend.train_from_iterator(texts, trainer)
+    original = Tokenizer(backend, bos_id=None, eos_ids=[], adds_bos=False, chat_templates={}, special_tokens={})
+    metadata = gguf_vocabulary(original, "model", backend.get_vocab_size())
+    assert metadata["tokenizer.ggml.pre"] == "deepseek-v3"
+    rebuilt = tokenizer_from_metadata(Path("m.gguf"), metadata)
+    for text in texts:
+        assert rebuilt.encode(text) == original.encode(text)
 
 
 def test_bos_is_added_where_llama3_files_leave_it_unsaid(tmp_path):
