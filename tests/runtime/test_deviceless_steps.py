@@ -30,6 +30,14 @@ PAGES = 1025
 BUCKETS = [Bucket(64, 0, 0, 128), Bucket(64, 512, 8, 128)]
 
 
+@pytest.fixture(autouse=True)
+def no_compile_cache():
+    """A program for a device that is not there is not read back from the cache."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
 def make_programs(target, num_devices, model, page_size, kv_cache_dtype, windows=()):
     """The pool's layout and the programs, uncompiled; skips where the compiler is not installed."""
     target = TARGETS[target]
