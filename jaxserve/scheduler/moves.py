@@ -226,7 +226,7 @@ class Moves(SchedulerState):
     def _release_pages(self, sequence: Sequence) -> None:
         """Gives back promises at once, and pages as soon as no step in flight can touch them."""
         self._reservation.release(sequence)
-        if sequence.num_in_flight:
+        if sequence.num_in_flight and sequence.num_held_pages:
             return
         self._give_pages(sequence)
         for holding in sequence.holdings:
