@@ -104,7 +104,8 @@ def rope_tensors(config: ModelConfig) -> dict[str, np.ndarray[Any, Any]]:
         factors = inverse_frequencies(plain, size, length) / inverse_frequencies(rope, size, length)
         return {ROPE_FREQS: factors.astype(np.float32)}
     if rope.kind == "longrope":
-        return {ROPE_LONG: np.float32(rope.long_factors), ROPE_SHORT: np.float32(rope.short_factors)}  # type: ignore[dict-item]
+        both = {ROPE_LONG: rope.long_factors, ROPE_SHORT: rope.short_factors}
+        return {name: np.array(factors, np.float32) for name, factors in both.items()}
     return {}
 
 

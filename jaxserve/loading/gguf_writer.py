@@ -123,7 +123,7 @@ def _tensors(reader: CheckpointReader, config: ModelConfig, arch: GgufArchitectu
     for tensor in named_tensors(reader, config, target, None):
         stacks.setdefault(_EXPERT.sub(".experts.{}.", tensor.name), []).append(tensor)
     found = [_tensor(name, parts, config, arch, kind) for name, parts in stacks.items()]
-    extra = [_Tensor(name, value.shape, Quant.F32, lambda v=value: v) for name, value in rope_tensors(config).items()]  # type: ignore[misc]
+    extra = [_Tensor(name, value.shape, Quant.F32, value.copy) for name, value in rope_tensors(config).items()]
     return [*extra, *found]
 
 

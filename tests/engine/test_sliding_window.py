@@ -9,12 +9,13 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.models import one_group
-from jaxserve.runtime import COMPILES, runner
+from jaxserve.runtime import runner
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.replayer import replay
 from jaxserve.testing.tiny import write_tiny_model
 from pallas_kernels.common import native
 from tests.engine.conftest import assert_idle_clean, greedy, ids, random_prompts
+from tests.engine.poisoned import generate, poison
 
 WINDOW, PAGE = 22, 4
 LENGTHS = (3, 40, 70, 5, 2, 33, 9, 4, 16, 64, 6, 1)
@@ -97,21 +98,6 @@ def make_llm(model):
     yield make
     for llm in made.values():
         assert_idle_clean(llm)
-
-
-def poison(llm):
-    """NaN in every page, the null page too; nothing is cached."""
-    llm.engine.reset_prefix_cache()
-    llm.engine.runner.fill_pool(float("nan"))
-
-
-def generate(llm, prompts, settings):
-    """Ids, from a pool full of NaN; nothing may be compiled."""
-    poison(llm)
-    compiles = COMPILES.count
-    found = ids(llm.generate(prompts, settings, use_tqdm=False))
-    assert COMPILES.count == compiles
-    return found
 
 
 @pytest.mark.parametrize("cache", [False, True])
