@@ -22,8 +22,8 @@ from pallas_kernels.matmul import (
     scaled_form,
     scaled_matmul,
     scaled_rows,
-    widened,
 )
+from pallas_kernels.matmul.scaled import widened
 
 IN, OUT = 96, 160
 COLUMNS = np.random.default_rng(0).normal(size=(OUT, IN)).astype(np.float32)

@@ -26,7 +26,8 @@ from jaxserve.models.config import LayerKind
 from jaxserve.models.decoder_layer import bind_layer
 from jaxserve.models.expert_product import ExpertWeights, expert_product
 from jaxserve.models.experts import route
-from pallas_kernels.matmul import QuantisedForm, ScaledForm, ScaledMatrix, abstract_scaled, scaled_form, widened
+from pallas_kernels.matmul import QuantisedForm, ScaledForm, ScaledMatrix, abstract_scaled, scaled_form
+from pallas_kernels.matmul.scaled import widened
 from tests.models.tiny_models import dense_attend, load
 
 WAYS = ("blocks", "ragged")
