@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 _CONFIGS = Path(__file__).parent / "gpu_targets"
@@ -99,6 +101,25 @@ def make_mesh(target: Target, size: int = 1) -> Mesh:
     return Mesh(np.asarray(devices(target)[:size]).reshape(1, size), ("data", "model"))
 
 
+@contextmanager
+def without_compile_cache() -> Iterator[None]:
+    """Nothing is looked up in jax's persistent compilation cache meanwhile.
+
+    A program for an absent device is written there, and what reads it back wants the device.
+    """
+    was_on = jax.config.jax_enable_compilation_cache
+    try:
+        _switch_cache(False)
+        yield
+    finally:
+        _switch_cache(was_on)
+
+
+def _switch_cache(on: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", on)
+    compilation_cache.reset_cache()  # jax asks for the setting once
+
+
 def compile_for(
     target: Target, function: Callable[..., Any], args: Any, *, donate: tuple[int, ...] = (), mesh: Mesh | None = None
 ) -> Any:
@@ -119,6 +140,6 @@ def compile_for(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or everywhere)
 
     # Kernels ask the mesh for which kind of device they are traced.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), without_compile_cache():
         traced = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(placed, args))
         return traced.lower(lowering_platforms=(target.platform,)).compile()

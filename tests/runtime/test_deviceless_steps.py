@@ -23,7 +23,7 @@ from jaxserve.models import (
 from jaxserve.runtime.kv_pool import PoolLayout
 from jaxserve.runtime.programs import ProgramTable, _check_in_place
 from jaxserve.tables import Bucket
-from pallas_kernels.common.deviceless import TARGETS, make_mesh, missing
+from pallas_kernels.common.deviceless import TARGETS, make_mesh, missing, without_compile_cache
 
 MODELS = Path(__file__).parents[2] / "configs/models"
 PAGES = 1025
@@ -32,10 +32,8 @@ BUCKETS = [Bucket(64, 0, 0, 128), Bucket(64, 512, 8, 128)]
 
 @pytest.fixture(autouse=True)
 def no_compile_cache():
-    """A program for a device that is not there is not read back from the cache."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
+    with without_compile_cache():
+        yield
 
 
 def make_programs(target, num_devices, model, page_size, kv_cache_dtype, windows=()):
