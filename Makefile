@@ -1,10 +1,12 @@
 # make serve | test | tpu_compile | check | bench | venv, each from a fresh clone. BUILD.md says more.
 #   ARGS=...    more arguments, as: make serve ARGS="--http_port=8080 --max_num_seqs=16"
+#   WORKERS=    flags of pytest-xdist for make test; empty: one process
 #   PYTHON=...  interpreter to make .venv with; EXTRAS=dev,cuda13 or dev,tpu for accelerators
 
 MODEL ?= smollm2-135m
 ARGS ?=
 VENV ?= .venv
+WORKERS ?= -n logical --maxprocesses=4 --dist=loadfile
 PYTHON_BIN := $(VENV)/bin/python
 export VENV
 
@@ -22,11 +24,12 @@ model: venv
 serve: venv
 	@exec $(PYTHON_BIN) -m jaxserve.server --model=$(MODEL) $(ARGS)
 
-# The whole suite in two processes: interpreted kernels leave thousands of callbacks and programs behind.
+# The whole suite in two runs: interpreted kernels leave thousands of callbacks and programs behind. A file of tests stays
+# with one worker, so that its fixtures are made once.
 test: model
 ifeq ($(strip $(ARGS)),)
-	@$(PYTHON_BIN) -m pytest tests/kernels
-	@$(PYTHON_BIN) -m pytest --ignore=tests/kernels
+	@$(PYTHON_BIN) -m pytest $(WORKERS) tests/kernels
+	@$(PYTHON_BIN) -m pytest $(WORKERS) --ignore=tests/kernels
 else
 	@$(PYTHON_BIN) -m pytest $(ARGS)
 endif
