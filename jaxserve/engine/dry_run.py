@@ -89,7 +89,21 @@ def _listed(sizes: tuple[int, ...]) -> str:
 def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
     """The parameters' shapes, dtypes and shardings."""
     kept, packed = weight_dtype(config, mesh), keeps_packed(config, mesh)
-    loaded = abstract_weights(resolved, config.dtype, config.quantization, kept, packed=packed)
+    return abstract_params_on(
+        mesh, model_config, config, abstract_weights(resolved, config.dtype, config.quantization, kept, packed=packed)
+    )
+
+
+def abstract_params_on(mesh: Mesh, model_config: ModelConfig, config: EngineConfig, loaded: Any) -> Any:
+    """The parameters' shapes, dtypes and shardings as steps take them.
+
+    Args:
+      mesh: devices, which may be absent ones.
+      loaded: what `abstract_weights` or `abstract_weights_of` gives.
+
+    Raises:
+      ValueError: these devices cannot have such weights.
+    """
     form = weights_form(config, mesh, model_config, loaded)
     adapters = {"adapters": abstract_adapters(config, form, model_config, mesh)} if config.enable_lora else {}
 
