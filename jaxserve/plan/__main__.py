@@ -15,8 +15,14 @@ from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.core import JaxserveError
 
 _EFFICIENCY = ("compute_efficiency", "memory_efficiency", "overhead_s")
-# Nothing runs here: no accelerator of this machine is taken, and none is looked for. The other two are libtpu's.
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_MIN_LOG_LEVEL": "3"}
+# Nothing runs here: no accelerator of this machine is taken. The others keep libtpu from looking for one.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -82,7 +82,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _programs(plan: Plan) -> Table:
-    headings = ["step", "arguments planned", "compiled", "", "temporary", "output", "code", "compiled in"]
+    headings = ["step", "arguments planned", "compiled", "difference", "temporary", "output", "code", "compiled in"]
     table = _table("Compiled programs: bytes on one device", headings)
     for step in plan.steps:
         table.add_row(
@@ -100,7 +100,9 @@ def _programs(plan: Plan) -> Table:
 
 def _collectives(plan: Plan) -> Table:
     size = plan.sizing.shapes.config.tensor_parallel_size
-    table = _table("Collectives of one step", ["step", "kind", "result", "bytes each", "count", "sent by each device", ""])
+    table = _table(
+        "Collectives of one step", ["step", "kind", "result", "bytes each", "count", "sent by each device", ""]
+    )
     for step in plan.steps:
         for each in step.collectives:
             remarks = ["only if asked for"] * each.conditional + ["rounds of its loop unknown"] * (not each.trips_known)
@@ -118,11 +120,14 @@ def _speeds(plan: Plan) -> Table:
         for speed in speeds:
             table.add_row(*_speed_cells(speed))
         table.add_section()
+    slots = plan.sizing.shapes.config.max_num_seqs
+    if any(speed.rows > slots for speed in plan.decode):
+        table.caption, table.caption_justify = f"more than {slots} rows: with as many slots (max_num_seqs)", "left"
     return table
 
 
 def _speed_cells(speed: Speed) -> Sequence[str]:
-    name = f"prefill {speed.tokens} tokens" if speed.tokens else f"decode {speed.rows} rows"
+    name = f"prefill {speed.tokens} tokens" if speed.tokens else f"decode {speed.rows} row{'s' * (speed.rows > 1)}"
     links = "not counted" if speed.interconnect_s is None else _ms(speed.interconnect_s)
     times = [_ms(each) for each in (speed.compute_s, speed.memory_s, speed.roofline_s)]
     return [name, f"{speed.context:,}", *times, links, _ms(speed.total_s), f"{speed.tokens_per_s:,.0f}"]

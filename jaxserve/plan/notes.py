@@ -1,4 +1,4 @@
-"""What is worth knowing of a plan, in sentences: what every device has whole, what stands idle, what was taken for granted."""
+"""What is worth knowing of a plan, in sentences: what devices have whole, what stands idle, how many hosts there are."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def notes_on(sizing: Sizing) -> list[str]:
         else:
             found.append(
                 f"{heads} do not divide among {size} devices: KV pages, and the key and value matrices, are replicated,"
-                f" so each device holds {what}"
-                + ("." if model.num_kv_heads == 1 else ", and attends for all heads.")
+                f" so each device holds {what}" + ("." if model.num_kv_heads == 1 else ", and attends for all heads.")
             )
     sizes = {"query heads": model.num_heads, "tokens of the vocabulary": model.vocab_size}
     if "experts" not in model.mlp_kinds or len(set(model.mlp_kinds)) > 1:

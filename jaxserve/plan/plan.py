@@ -201,7 +201,7 @@ def make_plan(
         why_not,
         remedies(sizing) if sizing.missing_bytes else [],
         notes_on(sizing),
-        [estimate.decode(rows, context) for rows in batches(config.max_num_seqs)],
+        [estimate.decode(rows, context) for rows in batches(config.max_num_seqs, sizing.fitting_tokens // context)],
         [estimate.prefill(tokens) for tokens in sorted({max(1, chunk // 4), max(1, chunk // 2), chunk})],
         estimate.arithmetic(config.max_num_seqs, context, chunk),
     )

@@ -14,8 +14,7 @@ from jaxserve.loading import abstract_weights_of
 from jaxserve.models import ModelConfig, partition_spec
 from jaxserve.plan.targets import Slice, slices_of
 from jaxserve.runtime import EngineShapes, format_bytes, keeps_packed, weight_dtype
-from jaxserve.runtime.engine_shapes import bytes_on_a_device
-from jaxserve.tables import Bucket
+from jaxserve.tables import Bucket, TableLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,8 @@ class Sizing:
         return self.page_bytes * len(kv.groups.windows) // kv.page_size
 
     @property
-    def longest_len(self) -> int:
-        """Tokens of the longest request that would fit, were `max_model_len` so; 0: none."""
+    def fitting_tokens(self) -> int:
+        """Tokens whose K and V memory has room for at once, where none of them is given back."""
         kv = self.shapes.kv
         return max(0, self.fitting_pages - 1) // len(kv.groups.windows) * kv.page_size
 
@@ -97,7 +96,9 @@ def engine_shapes(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> Engin
     packed = keeps_packed(config, mesh)
     loaded = abstract_weights_of(model, config.dtype, config.quantization, weight_dtype(config, mesh), packed=packed)
     params = abstract_params_on(mesh, model, config, loaded)
-    return EngineShapes.of(model, params, config, context_length(model.max_position_embeddings, config.max_model_len), mesh)
+    return EngineShapes.of(
+        model, params, config, context_length(model.max_position_embeddings, config.max_model_len), mesh
+    )
 
 
 def sizing_of(where: Slice, model: ModelConfig, config: EngineConfig, step_bytes: int | None = None) -> Sizing:
@@ -140,8 +141,6 @@ def estimated_step_bytes(shapes: EngineShapes) -> int:
 
 def planned_argument_bytes(shapes: EngineShapes, bucket: Bucket, num_pages: int) -> int:
     """Bytes of a step's arguments on one device: weights, pool, each slot's last token, the tables of the bucket."""
-    from jaxserve.tables import TableLayout
-
     ints = TableLayout(bucket, False, len(shapes.kv.groups.windows)).int_size
     slots = shapes.config.max_num_seqs + 1
     return shapes.weights_bytes + shapes.kv.bytes_on_a_device(num_pages) + 4 * (slots + ints)
@@ -192,14 +191,15 @@ def remedies(sizing: Sizing) -> list[Remedy]:
         try_on(narrow, "--quantization=int8_channel")
     if config.kv_cache_dtype == "auto":
         try_on(small, "--kv_cache_dtype=int8")
-    if config.quantization is None and config.kv_cache_dtype == "auto" and not any(
-        "--target" not in each.flags for each in found
+    if (
+        config.quantization is None
+        and config.kv_cache_dtype == "auto"
+        and not any("--target" not in each.flags for each in found)
     ):
         try_on(replace(narrow, kv_cache_dtype="int8"), "--quantization=int8_channel --kv_cache_dtype=int8")
-    if sizing.longest_len >= 2:
-        found.append(
-            Remedy(f"--max_model_len={sizing.longest_len}", f"the longest request that fits, one at a time")
-        )
+    if sizing.fitting_tokens >= 2:
+        says = "the longest request that fits, one at a time"
+        found.append(Remedy(f"--max_model_len={sizing.fitting_tokens}", says))
     if config.max_num_seqs > 1 and not sizing_of(where, model, replace(config, max_num_seqs=1)).missing_bytes:
         found.append(Remedy("--max_num_seqs=1", "fewer slots: less slot state, a smaller step"))
     return found

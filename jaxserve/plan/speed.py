@@ -102,9 +102,7 @@ class SpeedEstimate:
         """Of a step with the first tokens of a prompt alone."""
         return self._speed(self.prefill_features(tokens), 0, tokens, tokens, self._mixed)
 
-    def _speed(
-        self, features: StepFeatures, rows: int, tokens: int, context: int, step: CompiledStep | None
-    ) -> Speed:
+    def _speed(self, features: StepFeatures, rows: int, tokens: int, context: int, step: CompiledStep | None) -> Speed:
         cost = self.cost
         times = cost.compute_s(features), cost.memory_s(features), cost.step_s(features)
         return Speed(rows, tokens, context, *times, self.sent_bytes(rows + tokens, step) / self._link_bandwidth)
@@ -147,12 +145,9 @@ class SpeedEstimate:
         )
 
 
-def batches(most: int) -> list[int]:
-    """1, 8, 32, 128 and so on up to `most`."""
-    sizes = [1, 8]
-    while sizes[-1] * 4 < most:
-        sizes.append(sizes[-1] * 4)
-    return [*(size for size in sizes if size < most), most]
+def batches(slots: int, most: int) -> list[int]:
+    """Numbers of decode rows to tell of: 1, 8, 32 and so on up to 512, and that of slots; none above `most`."""
+    return sorted(rows for rows in {1, 8, 32, 128, 512, slots} if rows <= max(most, slots))
 
 
 def as_rows(speeds: Sequence[Speed]) -> list[dict[str, Any]]:
