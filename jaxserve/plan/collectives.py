@@ -15,6 +15,7 @@ _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 _CALLED = re.compile(r"(?:calls|to_apply|called_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.-]+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONSTANT = re.compile(r"= s(?:32|64)\[\][^ ]* constant\((\d+)\)")
 
@@ -57,7 +58,7 @@ def collectives_of(hlo: str) -> list[Collective]:
     entry = next((match[2] for match in _COMPUTATION.finditer(hlo) if match[1]), None)
     found: dict[tuple[str, str, int, bool, bool], int] = {}
     if entry is not None:
-        _walk(bodies, entry, 1, False, True, found)
+        _walk(bodies, entry, 1, False, True, found, set())
     every = [
         Collective(kind, result, size, count, conditional, known)
         for (kind, result, size, conditional, known), count in found.items()
@@ -79,8 +80,14 @@ def _walk(
     conditional: bool,
     known: bool,
     found: dict[tuple[str, str, int, bool, bool], int],
+    channels: set[str],
 ) -> None:
-    """Adds the collectives of a computation that runs so many times."""
+    """Adds the collectives of a computation that runs so many times.
+
+    Args:
+      channels: of this run of it, of those that were added: TPU's compiler writes an asynchronous one into the fusion
+        that starts it, those that run beside it, and the one that awaits it, under one channel.
+    """
     for line in bodies.get(name, ()):
         matched = _INSTRUCTION.match(line)
         if matched is None:
@@ -88,6 +95,10 @@ def _walk(
         result, opcode, rest = matched.groups()
         kind = opcode.removesuffix("-start")
         if kind in KINDS:
+            channel = _CHANNEL.search(rest)
+            if channel and channel[1] in channels:
+                continue
+            channels |= {channel[1]} if channel else set()
             shape, size = _largest(result) if opcode.endswith("-start") else _all(result)
             key = (kind, shape, size, conditional, known)
             found[key] = found.get(key, 0) + times
@@ -95,14 +106,15 @@ def _walk(
             trips = _trips(bodies, rest)
             inner = re.search(r"body=%?([\w.-]+)", rest)
             if inner:
-                _walk(bodies, inner[1], times * (trips or 1), conditional, known and trips is not None, found)
+                _walk(bodies, inner[1], times * (trips or 1), conditional, known and trips is not None, found, set())
         elif opcode == "conditional":
             for branches, single in _BRANCHES.findall(rest):
                 for branch in branches.replace("%", "").split(",") if branches else [single]:
-                    _walk(bodies, branch.strip(), times, True, known, found)
+                    _walk(bodies, branch.strip(), times, True, known, found, set())
         elif opcode in ("call", "fusion", "async-start"):
             for called in _CALLED.findall(rest):
-                _walk(bodies, called, times, conditional, known, found)
+                own = set[str]() if opcode == "call" else channels
+                _walk(bodies, called, times, conditional, known, found, own)
 
 
 def _trips(bodies: dict[str, list[str]], rest: str) -> int | None:

@@ -72,8 +72,11 @@ class DoesNotCompileError(Exception):
     """The compiler found no room for a step in the device's memory."""
 
 
-def compile_steps(shapes: EngineShapes, allowed_bytes: int) -> Compiled:
+def compile_steps(shapes: EngineShapes, num_pages: int) -> Compiled:
     """Compiles the largest steps for the devices of the shapes' mesh.
+
+    Args:
+      num_pages: of the pool.
 
     Raises:
       DoesNotCompileError: no room.
@@ -88,7 +91,7 @@ def compile_steps(shapes: EngineShapes, allowed_bytes: int) -> Compiled:
         dtype=config.dtype,
         max_decode_steps=config.max_decode_steps,
     )
-    largest, num_pages = shapes.buckets.all()[-1], shapes.guess_pages(allowed_bytes)
+    largest = shapes.buckets.all()[-1]
     rows = Bucket(largest.decode_rows or config.max_num_seqs, 0, 0, largest.table_width)
     mesh = shapes.kv.mesh
     was_cached = jax.config.jax_enable_compilation_cache

@@ -1,4 +1,4 @@
-"""What is worth knowing of a plan, in sentences: what devices have whole, what stands idle, how many hosts there are."""
+"""What is worth knowing of a plan, in sentences: what devices have whole, what stands idle."""
 
 from __future__ import annotations
 

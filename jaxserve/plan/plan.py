@@ -179,7 +179,7 @@ def make_plan(
             why_not = "weights alone take more than the memory that is allowed"
         else:
             try:
-                compiled = compile_steps(engine_shapes(model, config, mesh), sizing.allowed_bytes)
+                compiled = compile_steps(engine_shapes(model, config, mesh), max(sizing.pages, 2))
             except DoesNotCompileError as error:
                 why_not = f"the compiler found no room: {error}"
     if compiled is not None:

@@ -93,6 +93,9 @@ def engine_shapes(model: ModelConfig, config: EngineConfig, mesh: Mesh) -> Engin
     Raises:
       ValueError: settings that do not fit the model or the devices.
     """
+    if mesh.devices.flat[0].platform == "gpu" and model.latent is None:
+        # What "auto" comes to on Hopper; it would ask a GPU of this machine.
+        config = replace(config, attention_implementation="mosaic_gpu")
     packed = keeps_packed(config, mesh)
     loaded = abstract_weights_of(model, config.dtype, config.quantization, weight_dtype(config, mesh), packed=packed)
     params = abstract_params_on(mesh, model, config, loaded)

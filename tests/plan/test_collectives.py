@@ -29,8 +29,18 @@ HLO = """HloModule jit_step
   %all-reduce.1 = bf16[8,16]{1,0:T(8,128)(2,1)S(1)} all-reduce(%y), replica_groups={{0,1}}, to_apply=%add.1
   %all-gather-start.1 = (bf16[4,16]{1,0}, bf16[8,16]{1,0}) all-gather-start(%z), dimensions={0}
   %all-gather-done.1 = bf16[8,16]{1,0} all-gather-done(%all-gather-start.1)
+  %fusion.1 = f32[8]{0} fusion(%q), kind=kLoop, calls=%starting
+  %fusion.2 = f32[8]{0} fusion(%q), kind=kLoop, calls=%awaiting
   %while.1 = (s32[], f32[4]) while(%tuple.2), condition=%inner_condition, body=%inner_body
   ROOT %tuple.3 = (s32[], bf16[8,16]) tuple(%i, %all-reduce.1)
+}
+
+%starting (p: f32[2]) -> f32[8] {
+  ROOT %all-gather.3 = f32[8]{0} all-gather(%p), channel_id=3, dimensions={0}
+}
+
+%awaiting (p: f32[2]) -> f32[8] {
+  ROOT %all-gather.4 = f32[8]{0} all-gather(%p), channel_id=3, dimensions={0}
 }
 
 %unknown_condition (p: (s32[])) -> pred[] {
@@ -52,11 +62,11 @@ HLO = """HloModule jit_step
 ENTRY %main.1 (a: bf16[8,16]) -> bf16[8,16] {
   %while.2 = (s32[], bf16[8,16]) while(%tuple.4), condition=%layer_condition, body=%layer
   %while.3 = (s32[]) while(%tuple.5), condition=%unknown_condition, body=%unknown_body
-  %while.4 = (s32[], f32[4]) while(%t), condition=%unknown_condition, body=%inner_body, backend_config={"known_trip_count":{"n":"7"}}
+  %while.4 = (s32[], f32[4]) while(%t), condition=%unknown_condition, body=%inner_body, backend_config=KNOWN
   %conditional.1 = f32[4] conditional(%pred, %p, %p), branch_computations={%not_asked, %asked}
   ROOT %get = bf16[8,16]{1,0} get-tuple-element(%while.2), index=1
 }
-"""
+""".replace("KNOWN", '{"known_trip_count":{"n":"7"}}')
 
 
 def test_loops_multiply_and_what_is_only_sometimes_run_is_apart():
@@ -64,6 +74,8 @@ def test_loops_multiply_and_what_is_only_sometimes_run_is_apart():
     assert found == {
         ("all-reduce", "bf16[8,16]"): Collective("all-reduce", "bf16[8,16]", 256, 5, False),
         ("all-gather", "bf16[8,16]"): Collective("all-gather", "bf16[8,16]", 256, 5, False),
+        # Written in two fusions, that starts it and that awaits it; it is one.
+        ("all-gather", "f32[8]"): Collective("all-gather", "f32[8]", 32, 5, False),
         ("reduce-scatter", "f32[2]"): Collective("reduce-scatter", "f32[2]", 8, 5 * 3 + 7, False),
         ("collective-permute", "f32[8]"): Collective("collective-permute", "f32[8]", 32, 1, False, trips_known=False),
         ("all-reduce", "f32[4] + s32[2]"): Collective("all-reduce", "f32[4] + s32[2]", 24, 1, True),

@@ -41,7 +41,8 @@ def test_kv_heads_that_do_not_divide_are_held_by_every_device_and_that_is_said(t
 )
 def test_number_formats_count(tmp_path, settings, numbers):
     figures = plan_for(write_config(tmp_path), "v5e-1", **settings).as_dict()
-    plain = 2 * NORMS + 1024 * 256 * (2 - numbers["weights"])  # an embedding that is only looked up stays as it is
+    wide = max(2, numbers["weights"])
+    plain = wide * NORMS + 1024 * 256 * (wide - numbers["weights"])  # an embedding that is only looked up stays so
     wanted = numbers["weights"] * (SPLIT + OF_KV_HEADS) + plain
     assert figures["weights_bytes_per_device"] == pytest.approx(
         wanted, rel=0.02 if "quantization" in settings else 1e-2
@@ -105,7 +106,8 @@ def test_latent_attention_is_on_every_device():
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.json")))
 def test_every_shipped_model_can_be_planned_for(name):
-    figures = plan_for(name, "v6e-256", max_num_seqs=1, max_model_len=2048).as_dict()
+    target = {"deepseek-v3": "v6e-128", "gpt-oss-120b": "v6e-16"}.get(name, "v6e-8")
+    figures = plan_for(name, target, max_num_seqs=1, max_model_len=2048).as_dict()
     assert figures["fits"], figures["why_not"]
 
 

@@ -13,7 +13,7 @@ from tests.plan.models import plan_for, write_config
 def test_the_arithmetic_is_that_of_simulate(tmp_path):
     path = write_config(tmp_path)
     workload = tmp_path / "workload.json"
-    requests = [{"at": 0.0, "prompt_tokens": 4000, "output_tokens": 96}]
+    requests = [{"arrival": 0.0, "prompt_len": 4000, "max_tokens": 96}]
     workload.write_text(json.dumps({"name": "one", "requests": requests}))
     words = ["--cost_model=roofline", "--chip=v5e", "--tensor_parallel_size=4", f"--model_config={path}"]
     words += [f"--workload={workload}", "--max_num_seqs=32", "--max_num_batched_tokens=512"]
