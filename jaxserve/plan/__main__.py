@@ -70,6 +70,7 @@ def _plan(flags: FlagValues) -> None:
         compiles=flags.compile,
         context=flags.context,
         efficiency={name: flags[name].value for name in _EFFICIENCY},
+        tell=lambda what: print(f"compiling for {where.name}: {what}", file=sys.stderr, flush=True),
     )
     text = json.dumps(plan.as_dict(), indent=1)
     if flags.output is not None:

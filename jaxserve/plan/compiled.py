@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +73,12 @@ class DoesNotCompileError(Exception):
     """The compiler found no room for a step in the device's memory."""
 
 
-def compile_steps(shapes: EngineShapes, num_pages: int) -> Compiled:
+def compile_steps(shapes: EngineShapes, num_pages: int, tell: Callable[[str], None]) -> Compiled:
     """Compiles the largest steps for the devices of the shapes' mesh.
 
     Args:
       num_pages: of the pool.
+      tell: is told what is compiled next.
 
     Raises:
       DoesNotCompileError: no room.
@@ -100,11 +102,14 @@ def compile_steps(shapes: EngineShapes, num_pages: int) -> Compiled:
     try:
         # Kernels ask the mesh for which kind of device they are traced.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            tell(f"step of {rows.decode_rows} decode rows")
             began = time.perf_counter()
             decode = programs.compile(rows, num_pages)
             decoded = time.perf_counter()
+            tell(f"step of {largest.decode_rows} decode rows and {largest.prefill_tokens} prompt tokens")
             mixed = programs.compile(largest, num_pages)
             ended = time.perf_counter()
+            tell("sampler")
             step_bytes = programs.workspace_of(mixed, largest, num_pages, shapes.limits.max_steps_ahead)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,7 @@ def make_plan(
     compiles: bool = True,
     context: int = 1024,
     efficiency: dict[str, float] | None = None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Plan:
     """Plans a model on a slice.
 
@@ -162,6 +164,7 @@ def make_plan(
       compiles: compile the largest steps for the slice.
       context: tokens of context of each decode row in the roofline; less where a request has less.
       efficiency: see `SpeedEstimate`.
+      tell: see `compile_steps`.
 
     Raises:
       ValueError: settings that do not fit the model or the slice.
@@ -179,7 +182,7 @@ def make_plan(
             why_not = "weights alone take more than the memory that is allowed"
         else:
             try:
-                compiled = compile_steps(engine_shapes(model, config, mesh), max(sizing.pages, 2))
+                compiled = compile_steps(engine_shapes(model, config, mesh), max(sizing.pages, 2), tell)
             except DoesNotCompileError as error:
                 why_not = f"the compiler found no room: {error}"
     if compiled is not None:
