@@ -68,7 +68,7 @@ def start_plan(config: EngineConfig) -> StartPlan:
     enable_compile_cache(config.compile_cache)
     resolved = resolve_model(config.model)
     model_config = model_config_of(resolved)
-    mesh = make_mesh(config.tensor_parallel_size)
+    mesh = make_mesh(config.tensor_parallel_size, model_config)
     max_model_len = context_length(model_config.max_position_embeddings, config.max_model_len)
     params = _abstract_params(resolved, model_config, config, mesh)
     runner = ModelRunner(model_config, params, config, max_model_len, mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxserve.models import kv_copies
 from jaxserve.plan.sizing import Sizing
 from jaxserve.runtime import format_bytes
 
@@ -13,7 +14,12 @@ def notes_on(sizing: Sizing) -> list[str]:
     if size > 1 and model.num_kv_heads % size:
         heads = f"{model.num_kv_heads} KV head{'s' * (model.num_kv_heads > 1)}"
         what = f"{format_bytes(sizing.own_kv_token_bytes)} of a token, instead of 1/{size} of it"
-        if model.latent is not None:
+        if (copies := kv_copies(model, size)) > 1:
+            found.append(
+                f"{heads} on {size} devices: KV pages, and the key and value matrices, are replicated, each head is"
+                f" held by {copies} devices: {what}."
+            )
+        elif model.latent is not None:
             found.append(f"Latent attention keeps one row per token, which each of the {size} devices has: {what}.")
         else:
             found.append(

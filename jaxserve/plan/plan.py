@@ -176,7 +176,7 @@ def make_plan(
         )
     sizing, compiled, why_not = sizing_of(where, model, config), None, "--nocompile"
     if compiles:
-        mesh = where.compile_mesh(config.tensor_parallel_size)  # before anything else: it may be missing
+        mesh = where.compile_mesh(config.tensor_parallel_size, model)  # before anything else: it may be missing
         compiled, why_not = None, ""
         if sizing.shapes.weights_bytes >= sizing.allowed_bytes:
             why_not = "weights alone take more than the memory that is allowed"

@@ -11,7 +11,7 @@ from jaxserve.core import MAX_LOGPROBS
 from jaxserve.engine.dry_run import abstract_params_on
 from jaxserve.engine.validation import context_length
 from jaxserve.loading import abstract_weights_of
-from jaxserve.models import ModelConfig, partition_spec
+from jaxserve.models import ModelConfig, axis_size, partition_spec
 from jaxserve.plan.targets import Slice, slices_of
 from jaxserve.runtime import EngineShapes, format_bytes, keeps_packed, weight_dtype
 from jaxserve.tables import Bucket, TableLayout
@@ -113,7 +113,7 @@ def sizing_of(where: Slice, model: ModelConfig, config: EngineConfig, step_bytes
     Raises:
       ValueError: as `engine_shapes`.
     """
-    shapes = engine_shapes(model, config, where.absent_mesh(config.tensor_parallel_size))
+    shapes = engine_shapes(model, config, where.absent_mesh(config.tensor_parallel_size, model))
     return Sizing(where, shapes, estimated_step_bytes(shapes) if step_bytes is None else step_bytes)
 
 
@@ -129,7 +129,7 @@ def estimated_step_bytes(shapes: EngineShapes) -> int:
 
     def own(count: int, axis: str) -> int:
         spec = partition_spec(model, (axis,), mesh)
-        return count if spec[0] is None else -(-count // mesh.shape["model"])
+        return count if spec[0] is None else -(-count // axis_size(mesh, spec[0]))
 
     inner = own(model.intermediate_size, "mlp")
     if (experts := model.experts) is not None:

@@ -16,9 +16,10 @@ import math
 import re
 from dataclasses import dataclass
 
-import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.models import ModelConfig
+from jaxserve.runtime import mesh_of
 from jaxserve.sim.roofline import CHIPS, Chip
 from pallas_kernels.common import deviceless
 
@@ -128,18 +129,17 @@ class Slice:
         """
         return self.link.bandwidth * max(1, sum(size > 1 for size in self.shape))
 
-    def absent_mesh(self, size: int) -> Mesh:
-        """A mesh ("data", "model") of `size` absent devices."""
-        found = [AbsentDevice(number, self.platform) for number in range(size)]
-        return Mesh(np.array(found, dtype=object).reshape(1, size), ("data", "model"))
+    def absent_mesh(self, size: int, model: ModelConfig) -> Mesh:
+        """The engine's mesh for a model, of `size` absent devices."""
+        return mesh_of([AbsentDevice(number, self.platform) for number in range(size)], model)
 
-    def compile_mesh(self, size: int) -> Mesh:
+    def compile_mesh(self, size: int, model: ModelConfig) -> Mesh:
         """The same of devices that can be compiled for.
 
         Raises:
           ImportError: the compiler is not installed.
         """
-        return deviceless.make_mesh(self.compile_target, size, self.topology)
+        return mesh_of(deviceless.devices(self.compile_target, self.topology)[:size], model)
 
 
 def slices_of(kind: str) -> list[Slice]:

@@ -5,7 +5,7 @@ from jaxserve.runtime.compile_cache import enable_compile_cache
 from jaxserve.runtime.compile_counter import COMPILES
 from jaxserve.runtime.engine_shapes import EngineShapes
 from jaxserve.runtime.memory_plan import MemoryPlan, format_bytes
-from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.mesh import make_mesh, mesh_of
 from jaxserve.runtime.programs import ProgramTable
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.step_handles import RowScores, StepHandle, StepOutput
@@ -27,6 +27,7 @@ __all__ = [
     "format_bytes",
     "keeps_packed",
     "make_mesh",
+    "mesh_of",
     "weight_dtype",
     "weights_form",
 ]

@@ -10,7 +10,8 @@ Weights are read once per iteration because one program holds its prefill and de
 experts a token's weights are those of its own experts; read are those that any token of the iteration has, as many as
 can be expected if every expert is equally likely. FLOPs and bytes are those of one device: devices share what divides
 among them, heads, KV heads, inner widths, experts, vocabulary, and each has all of what does not, as the engine's own
-sharding rules have it. Where KV heads do not divide, each device attends for all heads. Their communication is not
+sharding rules have it. Of more devices than KV heads, several hold one head. Where KV heads do not divide otherwise,
+each device attends for all heads. Their communication is not
 counted, nor is padding to buckets. Latent attention is counted in absorbed form: a row of `kv_rank + rope` numbers per
 token and layer, on every device. A roofline is a bound to reason with; `tools/fit_cost_model` gives what an engine
 really takes.
@@ -177,8 +178,12 @@ class ModelShape:
             "experts": (self.num_experts, self.expert_hidden),
             "vocab": (self.vocab_size,),
         }
-        divides = any(count % num_devices == 0 for count in counts.get(part, ()))
-        return 1 / num_devices if divides else 1.0
+        if any(count % num_devices == 0 for count in counts.get(part, ())):
+            return 1 / num_devices
+        # A KV head may be held by several devices, which share its query heads.
+        if part == "kv_heads" and num_devices % self.num_kv_heads == self.num_heads % num_devices == 0:
+            return 1 / self.num_kv_heads
+        return 1.0
 
     @property
     def head_weights(self) -> int:

@@ -98,9 +98,9 @@ def devices(target: Target, topology: str | None = None) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def make_mesh(target: Target, size: int = 1, topology: str | None = None) -> Mesh:
-    """A mesh ("data", "model") of shape (1, size) over devices of `target`; `topology` as in `devices`."""
-    return Mesh(np.asarray(devices(target, topology)[:size]).reshape(1, size), ("data", "model"))
+def make_mesh(target: Target, size: int = 1) -> Mesh:
+    """A mesh ("data", "model") of shape (1, size) over devices of `target`."""
+    return Mesh(np.asarray(devices(target)[:size]).reshape(1, size), ("data", "model"))
 
 
 def compile_for(

@@ -23,12 +23,19 @@ def test_weights_kv_and_pages_of_four_devices_by_hand(tmp_path):
     assert any("Memory has room for" in note for note in figures["notes"])
 
 
-def test_kv_heads_that_do_not_divide_are_held_by_every_device_and_that_is_said(tmp_path):
+def test_of_more_devices_than_kv_heads_several_hold_one_and_that_is_said(tmp_path):
     plan = plan_for(write_config(tmp_path), "v5e-8", max_num_seqs=2)
     figures = plan.as_dict()
-    assert figures["weights_bytes_per_device"] == 2 * (SPLIT // 8 + OF_KV_HEADS + NORMS)
-    assert figures["kv_bytes_per_token_per_device"] == figures["kv_bytes_per_token"] == 3 * 2 * 4 * 128 * 2
-    assert any(note.startswith("4 KV heads do not divide among 8 devices") for note in plan.notes)
+    assert figures["weights_bytes_per_device"] == 2 * (SPLIT // 8 + OF_KV_HEADS // 4 + NORMS)
+    assert figures["kv_bytes_per_token_per_device"] == figures["kv_bytes_per_token"] // 4 == 3 * 2 * 128 * 2
+    assert any(note.startswith("4 KV heads on 8 devices") and "held by 2 devices" in note for note in plan.notes)
+
+
+def test_kv_heads_that_do_not_divide_are_held_by_every_device_and_that_is_said(tmp_path):
+    plan = plan_for(write_config(tmp_path, num_key_value_heads=3, num_attention_heads=24), "v5e-8", max_num_seqs=2)
+    figures = plan.as_dict()
+    assert figures["kv_bytes_per_token_per_device"] == figures["kv_bytes_per_token"] == 3 * 2 * 3 * 128 * 2
+    assert any(note.startswith("3 KV heads do not divide among 8 devices") for note in plan.notes)
 
 
 @pytest.mark.parametrize(

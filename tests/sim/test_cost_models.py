@@ -107,12 +107,15 @@ def test_devices_share_what_divides_among_them():
     features = StepFeatures(prefill_tokens=1000, prefill_attention=500_500, prefill_context=1000)
     assert two.kv_token_bytes == single.kv_token_bytes / 2 and two.held_bytes == single.held_bytes / 2
     assert two.step_s(features) == pytest.approx(single.step_s(features) / 2)
-    # Two KV heads do not divide among four: each device has both, and attends for all four query heads.
-    assert four.kv_token_bytes == single.kv_token_bytes
+    # Each of two KV heads is held by two of four devices, which share its query heads.
+    assert four.kv_token_bytes == single.kv_token_bytes / 2
     kv_weights = 2 * 8 * 2 * 2 * 4
-    assert four.held_bytes == (SHAPE.num_weights - kv_weights) * 2 / 4 + kv_weights * 2
-    flops = 2 * 1000 * ((SHAPE.layer_weights - kv_weights) / 4 + kv_weights) + 4 * 2 * 4 * 4 * 500_500
+    assert four.held_bytes == (SHAPE.num_weights - kv_weights) * 2 / 4 + kv_weights * 2 / 2
+    flops = 2 * 1000 * ((SHAPE.layer_weights - kv_weights) / 4 + kv_weights / 2) + 4 * 2 * 4 / 4 * 4 * 500_500
     assert four.step_s(features) == pytest.approx(flops / (CHIP.peak_flops * 0.6))
+    # Two KV heads do not divide among three, nor three by them: each device has both, and attends for all heads.
+    three = RooflineCost(CHIP, SHAPE, num_chips=3, overhead_s=0.0)
+    assert three.kv_token_bytes == single.kv_token_bytes and three.held_bytes == single.held_bytes
 
 
 def test_latent_attention_by_hand():
