@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -118,7 +119,7 @@ def sizing_of(where: Slice, model: ModelConfig, config: EngineConfig, step_bytes
 
 
 def estimated_step_bytes(shapes: EngineShapes) -> int:
-    """Temporary and output bytes of the largest step, where no compiler tells them. An upper bound by rule of thumb.
+    """Temporary and output bytes of the largest step, where no compiler tells them: a rule of thumb.
 
     Of each token, in the weights' dtype: the residual twice, query, key and value heads, and two inner widths of the
     MLP, of a mixture those of the chosen experts. Then the logits, once more for each step ahead, and the scores of
@@ -163,46 +164,52 @@ class Remedy:
 
 
 def remedies(sizing: Sizing) -> list[Remedy]:
-    """What would make it fit, by arithmetic, with the step's memory as it is; one change at a time, then two."""
-    where, config, shapes = sizing.where, sizing.shapes.config, sizing.shapes
-    model, found = shapes.model_config, list[Remedy]()
+    """What would make it fit, by arithmetic, with the step's memory as it is: formats, slices, lengths, slots.
 
-    def fits(changed: EngineConfig, there: Slice = where) -> Sizing | None:
+    A larger slice is named for the settings as they are, and for 8-bit forms where they do with a smaller one.
+    """
+    where, config, model = sizing.where, sizing.shapes.config, sizing.shapes.model_config
+    found: list[Remedy] = []
+
+    def tried_on(there: Slice, changes: dict[str, Any]) -> Sizing | None:
+        size = config.tensor_parallel_size if there == where else there.num_chips
         try:
-            tried = sizing_of(there, model, changed, sizing.step_bytes)
+            return sizing_of(there, model, replace(config, **changes, tensor_parallel_size=size), sizing.step_bytes)
         except ValueError:
-            return None
-        return tried if not tried.missing_bytes else None
+            return None  # these settings cannot be on these devices
 
-    def try_on(changed: EngineConfig, flags: str) -> bool:
-        """Adds the change here, or on the smallest larger slice that does with it."""
-        slices = [each for each in slices_of(where.kind) if each.num_chips > where.num_chips]
-        for there in [where, *slices] if flags else slices:
-            size = config.tensor_parallel_size if there == where else there.num_chips
-            if tried := fits(replace(changed, tensor_parallel_size=size), there):
-                elsewhere = "" if there == where else f"--target={there.name}"
-                weights = f"weights {format_bytes(tried.shapes.weights_bytes)} per device"
-                tokens = (tried.pages - 1) // len(tried.shapes.kv.groups.windows) * config.page_size
-                found.append(Remedy(f"{elsewhere} {flags}".strip(), f"{weights}, {tokens:,} tokens"))
-                return there == where
-        return False
-
-    try_on(config, "")
-    narrow = replace(config, quantization="int8_channel")
-    small = replace(config, kv_cache_dtype="int8")
-    if config.quantization is None:
-        try_on(narrow, "--quantization=int8_channel")
-    if config.kv_cache_dtype == "auto":
-        try_on(small, "--kv_cache_dtype=int8")
-    if (
-        config.quantization is None
-        and config.kv_cache_dtype == "auto"
-        and not any("--target" not in each.flags for each in found)
-    ):
-        try_on(replace(narrow, kv_cache_dtype="int8"), "--quantization=int8_channel --kv_cache_dtype=int8")
-    if sizing.fitting_tokens >= 2:
-        says = "the longest request that fits, one at a time"
-        found.append(Remedy(f"--max_model_len={sizing.fitting_tokens}", says))
-    if config.max_num_seqs > 1 and not sizing_of(where, model, replace(config, max_num_seqs=1)).missing_bytes:
-        found.append(Remedy("--max_num_seqs=1", "fewer slots: less slot state, a smaller step"))
+    forms: list[dict[str, Any]] = [{}]
+    narrow, small = {"quantization": "int8_channel"}, {"kv_cache_dtype": "int8"}
+    forms += [narrow] * (config.quantization is None) + [small] * (config.kv_cache_dtype == "auto")
+    forms += [narrow | small] * (len(forms) == 3)
+    most = slices_of(where.kind)[-1].num_chips + 1
+    for changes in forms:
+        for there in slices_of(where.kind):
+            if not where.num_chips <= there.num_chips < most:
+                continue
+            tried = tried_on(there, changes)
+            if tried is not None and not tried.missing_bytes:
+                found.append(Remedy(_as_flags(where, there, changes), _comes_to(tried)))
+                most = there.num_chips if there != where else most
+                break
+    for changes in forms:
+        tried = tried_on(where, changes)
+        if tried is not None and tried.missing_bytes and tried.fitting_tokens >= 2:
+            shorter = changes | {"max_model_len": tried.fitting_tokens}
+            found.append(Remedy(_as_flags(where, where, shorter), "one request of this length at a time"))
+            break
+    if config.max_num_seqs > 1:
+        tried = tried_on(where, {"max_num_seqs": 1})
+        if tried is not None and not tried.missing_bytes:
+            found.append(Remedy("--max_num_seqs=1", _comes_to(tried)))
     return found
+
+
+def _as_flags(where: Slice, there: Slice, changes: dict[str, Any]) -> str:
+    target = [f"--target={there.name}"] * (there != where)
+    return " ".join([*target, *(f"--{name}={value}" for name, value in changes.items())])
+
+
+def _comes_to(sizing: Sizing) -> str:
+    weights = format_bytes(sizing.shapes.weights_bytes)
+    return f"weights {weights} per device, {sizing.fitting_tokens:,} tokens of KV"

@@ -29,13 +29,8 @@ def test_a_small_model_takes_the_bytes_that_were_planned(tmp_path, target):
     # Two of each layer, and the embedding's.
     assert sum(each.count for each in sent if each.kind == "all-reduce") == 2 * 3 + 1
     assert plan.as_dict()["activations_are"] == "compiled"
-    assert (
-        plan.sizing.step_bytes
-        < 4
-        * plan_for(
-            write_config(tmp_path), target, max_num_seqs=8, max_model_len=512, max_num_batched_tokens=64
-        ).sizing.step_bytes
-    )
+    largest = plan.compiled.mixed
+    assert plan.sizing.step_bytes >= largest.temp_bytes + 2 * largest.output_bytes  # the step ahead leaves its own
 
 
 @TPU
