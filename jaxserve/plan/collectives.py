@@ -16,6 +16,7 @@ _BITS = re.compile(r"\d+")
 _CALLED = re.compile(r"(?:calls|to_apply|called_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.-]+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_START = 'custom_call_target="AsyncCollectiveStart"'
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONSTANT = re.compile(r"= s(?:32|64)\[\][^ ]* constant\((\d+)\)")
 
@@ -58,7 +59,7 @@ def collectives_of(hlo: str) -> list[Collective]:
     entry = next((match[2] for match in _COMPUTATION.finditer(hlo) if match[1]), None)
     found: dict[tuple[str, str, int, bool, bool], int] = {}
     if entry is not None:
-        _walk(bodies, entry, 1, False, True, found, set())
+        _walk(bodies, entry, 1, False, True, found)
     every = [
         Collective(kind, result, size, count, conditional, known)
         for (kind, result, size, conditional, known), count in found.items()
@@ -80,14 +81,15 @@ def _walk(
     conditional: bool,
     known: bool,
     found: dict[tuple[str, str, int, bool, bool], int],
-    channels: set[str],
+    started: frozenset[str] = frozenset(),
 ) -> None:
     """Adds the collectives of a computation that runs so many times.
 
     Args:
-      channels: of this run of it, of those that were added: TPU's compiler writes an asynchronous one into the fusion
-        that starts it, those that run beside it, and the one that awaits it, under one channel.
+      started: channels of collectives that another fusion starts. TPU's compiler writes an asynchronous one into the
+        fusion that starts it, those that run beside it, and the one that awaits it, under one channel.
     """
+    begun = _begun(bodies, name)
     for line in bodies.get(name, ()):
         matched = _INSTRUCTION.match(line)
         if matched is None:
@@ -96,9 +98,8 @@ def _walk(
         kind = opcode.removesuffix("-start")
         if kind in KINDS:
             channel = _CHANNEL.search(rest)
-            if channel and channel[1] in channels:
+            if channel and channel[1] in started:
                 continue
-            channels |= {channel[1]} if channel else set()
             shape, size = _largest(result) if opcode.endswith("-start") else _all(result)
             key = (kind, shape, size, conditional, known)
             found[key] = found.get(key, 0) + times
@@ -106,15 +107,27 @@ def _walk(
             trips = _trips(bodies, rest)
             inner = re.search(r"body=%?([\w.-]+)", rest)
             if inner:
-                _walk(bodies, inner[1], times * (trips or 1), conditional, known and trips is not None, found, set())
+                _walk(bodies, inner[1], times * (trips or 1), conditional, known and trips is not None, found)
         elif opcode == "conditional":
             for branches, single in _BRANCHES.findall(rest):
                 for branch in branches.replace("%", "").split(",") if branches else [single]:
-                    _walk(bodies, branch.strip(), times, True, known, found, set())
+                    _walk(bodies, branch.strip(), times, True, known, found)
         elif opcode in ("call", "fusion", "async-start"):
             for called in _CALLED.findall(rest):
-                own = set[str]() if opcode == "call" else channels
-                _walk(bodies, called, times, conditional, known, found, own)
+                others = begun if opcode == "fusion" and not _begins(bodies, called) else frozenset[str]()
+                _walk(bodies, called, times, conditional, known, found, others)
+
+
+def _begun(bodies: dict[str, list[str]], name: str) -> frozenset[str]:
+    """Channels of the collectives that fusions of a computation start."""
+    matches = filter(None, map(_INSTRUCTION.match, bodies.get(name, ())))
+    fusions = [called for match in matches if match[2] == "fusion" for called in _CALLED.findall(match[3])]
+    starts = [line for called in fusions if _begins(bodies, called) for line in bodies[called]]
+    return frozenset(channel for line in starts for channel in _CHANNEL.findall(line))
+
+
+def _begins(bodies: dict[str, list[str]], name: str) -> bool:
+    return any(_START in line for line in bodies.get(name, ()))
 
 
 def _trips(bodies: dict[str, list[str]], rest: str) -> int | None:

@@ -26,6 +26,8 @@ HLO = """HloModule jit_step
 }
 
 %layer (p: (s32[], bf16[8,16])) -> (s32[], bf16[8,16]) {
+  %psum.1 = s8[16]{0} all-reduce(%x), channel_id=1, to_apply=%add.1
+  %psum.2 = s8[16]{0} all-reduce(%x), channel_id=1, to_apply=%add.1
   %all-reduce.1 = bf16[8,16]{1,0:T(8,128)(2,1)S(1)} all-reduce(%y), replica_groups={{0,1}}, to_apply=%add.1
   %all-gather-start.1 = (bf16[4,16]{1,0}, bf16[8,16]{1,0}) all-gather-start(%z), dimensions={0}
   %all-gather-done.1 = bf16[8,16]{1,0} all-gather-done(%all-gather-start.1)
@@ -36,7 +38,8 @@ HLO = """HloModule jit_step
 }
 
 %starting (p: f32[2]) -> f32[8] {
-  ROOT %all-gather.3 = f32[8]{0} all-gather(%p), channel_id=3, dimensions={0}
+  %all-gather.3 = f32[8]{0} all-gather(%p), channel_id=3, dimensions={0}
+  ROOT %custom-call.1 = (f32[8]{0}, s32[2]) custom-call(%all-gather.3), custom_call_target="AsyncCollectiveStart"
 }
 
 %awaiting (p: f32[2]) -> f32[8] {
@@ -74,6 +77,8 @@ def test_loops_multiply_and_what_is_only_sometimes_run_is_apart():
     assert found == {
         ("all-reduce", "bf16[8,16]"): Collective("all-reduce", "bf16[8,16]", 256, 5, False),
         ("all-gather", "bf16[8,16]"): Collective("all-gather", "bf16[8,16]", 256, 5, False),
+        # Two, though a traced function that is called twice gives both one channel.
+        ("all-reduce", "s8[16]"): Collective("all-reduce", "s8[16]", 16, 10, False),
         # Written in two fusions, that starts it and that awaits it; it is one.
         ("all-gather", "f32[8]"): Collective("all-gather", "f32[8]", 32, 5, False),
         ("reduce-scatter", "f32[2]"): Collective("reduce-scatter", "f32[2]", 8, 5 * 3 + 7, False),
