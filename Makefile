@@ -38,7 +38,7 @@ endif
 tpu_compile: venv
 	@test -d $(VENV)/libtpu || $(PYTHON_BIN) -m pip install --quiet --no-deps --target $(VENV)/libtpu 'libtpu>=0.0.40'
 	@JAX_PLATFORMS=cpu PYTHONPATH=$(VENV)/libtpu $(PYTHON_BIN) -m pytest -q \
-		-m "tpu_compile and not slow" tests/kernels tests/runtime $(ARGS)
+		-m "tpu_compile and not slow" tests/kernels tests/plan tests/runtime $(ARGS)
 
 check: venv
 	@tools/check

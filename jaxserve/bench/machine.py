@@ -32,7 +32,7 @@ from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stats import EngineStats
 from jaxserve.models import ModelConfig, weights
 from jaxserve.models.linear import matmul
-from jaxserve.sim.roofline import ModelShape
+from jaxserve.sim.roofline import LatentShape, ModelShape
 from pallas_kernels.matmul import QuantisedMatrix, ScaledMatrix, form_of, num_bytes
 
 SLOTS = (8, 32)
@@ -152,14 +152,11 @@ def read_bytes(config: ModelConfig, params: Any, rows: int) -> float:
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
-    """The counts of a model's weights.
-
-    Raises:
-      ValueError: the model's attention is not an ordinary one.
-    """
-    if config.latent is not None:
-        raise ValueError(f"{config.architecture} has latent attention, which the roofline does not know")
-    experts = {}
+    """The counts of a model's weights."""
+    latent, experts = None, {}
+    if (ranks := config.latent) is not None:
+        sizes = (ranks.qk_nope_head_dim, ranks.qk_rope_head_dim, ranks.v_head_dim)
+        latent = LatentShape(ranks.q_lora_rank or 0, ranks.kv_lora_rank, *sizes)
     if config.experts is not None:
         experts = {
             "num_expert_layers": config.mlp_kinds.count("experts"),
@@ -178,6 +175,7 @@ def model_shape(config: ModelConfig) -> ModelShape:
         vocab_size=config.vocab_size,
         tied_embeddings=config.tie_word_embeddings,
         mlp_matrices=2 if "plain" in config.mlp_kinds else 3,
+        latent=latent,
         **experts,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from jaxserve.config.flag_parsers import (
     ServiceClassParser,
     TextParser,
 )
+from jaxserve.config.plan_flags import PLAN_FLAGS, PLANNED
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER, TOOL_CALL_PARSERS
 
@@ -60,6 +61,17 @@ _COUNT, _COUNTS = IntParser(low=1), ListParser(IntParser(low=1))
 _PORT = IntParser(0, 65535)
 
 
+def _commands_of(name: str) -> frozenset[str]:
+    """That take an engine flag."""
+    others = {"simulate": SIMULATED, "plan": PLANNED}
+    return ENGINE_COMMANDS | {command for command, names in others.items() if name in names}
+
+
+def _of_roofline(*flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
+    """What decides a roofline's times, in `simulate` and `plan`."""
+    return [replace(flag, commands=flag.commands | {"plan"}) for flag in _simulate("Cost of an iteration", *flags)]
+
+
 def _engine(heading: str, *flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
     return [
         Flag(
@@ -68,7 +80,7 @@ def _engine(heading: str, *flags: tuple[str, ArgumentParser[Any], str]) -> list[
             parser,
             text,
             _DEFAULTS[name],
-            ENGINE_COMMANDS | {"simulate"} if name in SIMULATED else ENGINE_COMMANDS,
+            _commands_of(name),
         )
         for name, parser, text in flags
     ]
@@ -89,6 +101,7 @@ def _scheduler_only(*flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
 
 FLAGS: tuple[Flag, ...] = (
     *BATCH_FLAGS,
+    *PLAN_FLAGS,
     *_simulate(
         "Simulation",
         ("scenario", _TEXT, None, "scenario file: requests by iteration, and the trace they should give"),
@@ -107,9 +120,14 @@ FLAGS: tuple[Flag, ...] = (
         ("model_config", _TEXT, None, "the roofline's model: a config.json as in configs/models, or its directory"),
         ("weight_bits", IntParser(1, 32), None, "bits of a weight, for the roofline; default: dtype's"),
         ("kv_bits", IntParser(1, 32), None, "bits of a number in the KV cache, for the roofline; default: dtype's"),
+    ),
+    *_of_roofline(
         ("compute_efficiency", FloatParser(low=1e-3), 0.6, "share of the chip's FLOP/s that is reached"),
         ("memory_efficiency", FloatParser(low=1e-3), 0.8, "share of the chip's bandwidth that is reached"),
         ("overhead_s", FloatParser(low=0), 5e-4, "seconds of an iteration outside the roofline: host and launch"),
+    ),
+    *_simulate(
+        "Cost of an iteration",
         ("host_bandwidth", FloatParser(low=1e-3), 25.0, "GB/s between a chip and the host, for swapped pages"),
     ),
     *_simulate(
@@ -129,38 +147,13 @@ FLAGS: tuple[Flag, ...] = (
             " with find_rate the highest rate of each",
         ),
     ),
-    Flag(
-        "output",
+    *flags_for(
+        "fit_cost_model",
         "Fit",
-        _TEXT,
-        "write the coefficients to this file, as JSON, for simulate --cost_file",
-        None,
-        frozenset({"fit_cost_model"}),
+        ("output", _TEXT, None, "write the coefficients to this file, as JSON, for simulate --cost_file"),
+        _QUIET,
     ),
-    Flag(
-        "log_level",
-        "Fit",
-        ChoiceParser(LOG_LEVELS),
-        "least level that is logged",
-        "warning",
-        frozenset({"fit_cost_model"}),
-    ),
-    Flag(
-        "output",
-        "Figures",
-        _TEXT,
-        "write the figures to this file, as JSON",
-        None,
-        frozenset({"field_figures"}),
-    ),
-    Flag(
-        "log_level",
-        "Figures",
-        ChoiceParser(LOG_LEVELS),
-        "least level that is logged",
-        "warning",
-        frozenset({"field_figures"}),
-    ),
+    *flags_for("field_figures", "Figures", ("output", _TEXT, None, "write the figures to this file, as JSON"), _QUIET),
     *_scheduler_only(
         ("arrivals_claim_slots", _BOOL, "an arrival may take a free slot ahead of the waiting queue"),
         ("max_prefill_seqs", _COUNT, "most requests with a prompt chunk in one iteration"),

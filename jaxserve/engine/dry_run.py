@@ -68,7 +68,7 @@ def start_plan(config: EngineConfig) -> StartPlan:
     enable_compile_cache(config.compile_cache)
     resolved = resolve_model(config.model)
     model_config = model_config_of(resolved)
-    mesh = make_mesh(config.tensor_parallel_size)
+    mesh = make_mesh(config.tensor_parallel_size, model_config)
     max_model_len = context_length(model_config.max_position_embeddings, config.max_model_len)
     params = _abstract_params(resolved, model_config, config, mesh)
     runner = ModelRunner(model_config, params, config, max_model_len, mesh)
@@ -89,7 +89,21 @@ def _listed(sizes: tuple[int, ...]) -> str:
 def _abstract_params(resolved: ResolvedModel, model_config: ModelConfig, config: EngineConfig, mesh: Mesh) -> Any:
     """The parameters' shapes, dtypes and shardings."""
     kept, packed = weight_dtype(config, mesh), keeps_packed(config, mesh)
-    loaded = abstract_weights(resolved, config.dtype, config.quantization, kept, packed=packed)
+    return abstract_params_on(
+        mesh, model_config, config, abstract_weights(resolved, config.dtype, config.quantization, kept, packed=packed)
+    )
+
+
+def abstract_params_on(mesh: Mesh, model_config: ModelConfig, config: EngineConfig, loaded: Any) -> Any:
+    """The parameters' shapes, dtypes and shardings as steps take them.
+
+    Args:
+      mesh: devices, which may be absent ones.
+      loaded: what `abstract_weights` or `abstract_weights_of` gives.
+
+    Raises:
+      ValueError: these devices cannot have such weights.
+    """
     form = weights_form(config, mesh, model_config, loaded)
     adapters = {"adapters": abstract_adapters(config, form, model_config, mesh)} if config.enable_lora else {}
 

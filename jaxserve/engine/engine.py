@@ -95,10 +95,11 @@ class Engine:
         self._tokenizer = (
             None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer, config.chat_template)
         )
-        self._mesh = make_mesh(config.tensor_parallel_size)
+        model_config = model_config_of(resolved)
+        self._mesh = make_mesh(config.tensor_parallel_size, model_config)
         kept, packed = weight_dtype(config, self._mesh), keeps_packed(config, self._mesh)
         shapes = abstract_weights(resolved, config.dtype, config.quantization, kept, packed=packed)
-        form = weights_form(config, self._mesh, model_config_of(resolved), shapes)
+        form = weights_form(config, self._mesh, model_config, shapes)
         self._startup = StartupFigures()
         with self._startup.stage(WEIGHTS):
             loaded = load_model(

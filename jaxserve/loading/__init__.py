@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.loading.resolve import DEMO_MODEL, ResolvedModel, resolve_model
 
 if TYPE_CHECKING:
-    from jaxserve.loading.load import LoadedModel, abstract_weights, load_model, model_config_of
+    from jaxserve.loading.load import LoadedModel, abstract_weights, abstract_weights_of, load_model, model_config_of
     from jaxserve.loading.orbax_checkpoint import save_orbax
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "LoadedModel",
     "ResolvedModel",
     "abstract_weights",
+    "abstract_weights_of",
     "load_model",
     "model_config_of",
     "resolve_model",
@@ -24,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LoadedModel", "abstract_weights", "load_model", "model_config_of"):
+    if name in ("LoadedModel", "abstract_weights", "abstract_weights_of", "load_model", "model_config_of"):
         from jaxserve.loading import load
 
         return getattr(load, name)

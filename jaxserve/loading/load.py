@@ -213,9 +213,29 @@ def abstract_weights(
     """
     config = model_config_of(resolved)
     reader = None if resolved.kind == "orbax" else open_checkpoint(resolved)
-    table = weights(config)
     if reader is not None:
-        _check(reader, config, table)
+        _check(reader, config, weights(config))
+    return abstract_weights_of(config, dtype, quantization, weight_dtype, packed=packed, reader=reader)
+
+
+def abstract_weights_of(
+    config: ModelConfig,
+    dtype: str,
+    quantization: str | None = None,
+    weight_dtype: str | None = None,
+    *,
+    packed: bool = True,
+    reader: CheckpointReader | None = None,
+) -> dict[str, Any]:
+    """As `abstract_weights`, of a model whose configuration alone is there.
+
+    Args:
+      reader: of its checkpoint, where there is one.
+
+    Raises:
+      ValueError: `quantization` needs a file.
+    """
+    table = weights(config)
     forms = quantised_forms(quantization, config, table, reader, packed=packed)
     dtypes, target = kept_dtypes(weight_dtype, dtype, table, forms, reader), jnp.dtype(dtype)
     return make_params(config, lambda weight: abstract_params_of(weight, forms, dtypes.get(weight.path, target)))

@@ -16,6 +16,7 @@ from jaxserve.models.lora import (
     stored_rank,
     zero_lora,
 )
+from jaxserve.models.mesh_axes import COPIES, axis_size, kv_copies, model_axes
 from jaxserve.models.names import Names
 from jaxserve.models.registry import SUPPORTED_ARCHITECTURES, model_config_from_hf
 from jaxserve.models.sharding import param_shardings, partition_spec
@@ -31,6 +32,7 @@ from jaxserve.models.transformer import (
 from jaxserve.models.weights import Weight, ignorable, make_params, weights
 
 __all__ = [
+    "COPIES",
     "LORA_TARGETS",
     "SUPPORTED_ARCHITECTURES",
     "Attend",
@@ -49,16 +51,19 @@ __all__ = [
     "Weight",
     "abstract_lora",
     "abstract_params",
+    "axis_size",
     "empty_lora",
     "forward",
     "group_layers",
     "ignorable",
     "init_params",
+    "kv_copies",
     "leaf_shardings",
     "leaf_specs",
     "lora_tree",
     "lora_weights",
     "make_params",
+    "model_axes",
     "model_config_from_hf",
     "one_group",
     "pack_kernels",

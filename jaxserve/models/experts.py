@@ -18,11 +18,11 @@ from jaxserve.models.batch import Batch
 from jaxserve.models.config import ExpertsConfig, ModelConfig
 from jaxserve.models.expert_product import ExpertWeights, expert_product
 from jaxserve.models.leaf_sharding import leaf_specs
+from jaxserve.models.mesh_axes import axis_size, model_axes
 from jaxserve.models.mlp import ACTIVATIONS, MLP, dense_parameters
 from jaxserve.models.parameter import Parameter
 from pallas_kernels.matmul import ScaledMatrix
 
-_AXIS = "model"
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -135,12 +135,13 @@ class Experts(nnx.Module):
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         way = "blocks" if platform == "cpu" or any(isinstance(leaf, ScaledMatrix) for leaf in own) else "ragged"
         product = partial(expert_product, mix=self.mix, way=way)
-        if mesh is None or mesh.shape[_AXIS] == 1:
+        if mesh is None or mesh.size == 1:
             return _sum(product(x, chosen, own), weights)
-        split = self.config.split(mesh.shape[_AXIS])
+        axes = model_axes(mesh)
+        split = self.config.split(axis_size(mesh, axes))
 
         def local(x: jax.Array, weights: jax.Array, chosen: jax.Array, own: ExpertWeights) -> jax.Array:
-            device = jax.lax.axis_index(_AXIS)
+            device = jax.lax.axis_index(axes)
             if split == "expert":
                 count = own.gate.shape[0]
                 mine = chosen - device * count
@@ -148,13 +149,13 @@ class Experts(nnx.Module):
             elif split == "expert_mlp" and own.down_bias is not None:
                 own = own._replace(down_bias=jnp.where(device == 0, own.down_bias, 0))
             out = _sum(product(x, chosen, own), weights)
-            return out if split is None else jax.lax.psum(out, _AXIS)
+            return out if split is None else jax.lax.psum(out, axes)
 
         everywhere = PartitionSpec()
         specs = ExpertWeights(
             *(
                 None if leaf is None else leaf_specs(spec, leaf, mesh)
-                for spec, leaf in zip(_specs(split), own, strict=True)
+                for spec, leaf in zip(_specs(split, axes), own, strict=True)
             )
         )
         return jax.shard_map(
@@ -171,9 +172,9 @@ def _sum(y: jax.Array, weights: jax.Array) -> jax.Array:
     return (y.astype(jnp.float32) * weights[:, :, None]).sum(axis=1)
 
 
-def _specs(split: str | None) -> list[PartitionSpec]:
+def _specs(split: str | None, mesh_axes: str | tuple[str, str]) -> list[PartitionSpec]:
     """Of `ExpertWeights`."""
-    place = {split: _AXIS}
+    place = {split: mesh_axes}
     axes = [_AXES[name, leaf] for leaf in ("kernels", "biases") for name in _PROJECTIONS]
     return [PartitionSpec(*(place.get(axis) if axis else None for axis in each)) for each in axes]
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxserve.models.mesh_axes import axis_size
 from pallas_kernels.matmul import ScaledMatrix
 
 
@@ -27,7 +28,7 @@ def leaf_specs(spec: PartitionSpec, value: Any, mesh: Mesh) -> Any:
         return spec
     counts = value.scales.shape
     numbers = [
-        axis if axis is None or count == 1 or count % mesh.shape[axis] == 0 else None
+        axis if axis is None or count == 1 or count % axis_size(mesh, axis) == 0 else None
         for axis, count in zip(spec, counts, strict=True)
     ]
     scales = PartitionSpec(*(None if count == 1 else axis for axis, count in zip(numbers, counts, strict=True)))

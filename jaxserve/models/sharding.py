@@ -3,6 +3,9 @@
 Attention is split by heads, the MLP by its inner width, experts among devices or, where they do not divide, by
 their inner width; embedding and output projection by vocabulary. What does not divide is replicated: correct
 everywhere, faster where it divides.
+
+Of more devices than KV heads several hold one head: the mesh then has an axis "copies" beside "model", KV heads are
+split over "model" alone, and all else over both (`kv_copies`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.mesh_axes import axis_size, model_axes
 from jaxserve.models.weights import make_params
 
 MESH_AXIS_OF: dict[str, str | None] = {
@@ -57,10 +61,13 @@ def param_shardings(config: ModelConfig, mesh: Mesh, *, stacked: bool = False) -
     return tree
 
 
-def _mesh_axis(config: ModelConfig, axis: str | None, mesh: Mesh) -> str | None:
-    mesh_axis = MESH_AXIS_OF[axis] if axis is not None else None
+def _mesh_axis(config: ModelConfig, axis: str | None, mesh: Mesh) -> str | tuple[str, str] | None:
+    mesh_axis: str | tuple[str, str] | None = MESH_AXIS_OF[axis] if axis is not None else None
     if mesh_axis is None:
         return None
+    if mesh_axis == "model" and axis != "kv_heads":
+        mesh_axis = model_axes(mesh)
+    size = axis_size(mesh, mesh_axis)
     sizes = {
         "vocab": config.vocab_size,
         "heads": config.num_heads,
@@ -69,7 +76,7 @@ def _mesh_axis(config: ModelConfig, axis: str | None, mesh: Mesh) -> str | None:
     }
     if (experts := config.experts) is not None:
         if axis in ("expert", "expert_mlp"):
-            return mesh_axis if axis == experts.split(mesh.shape[mesh_axis]) else None
+            return mesh_axis if axis == experts.split(size) else None
         sizes["shared_mlp"] = experts.shared_size
     count = sizes.get(axis or "")
-    return mesh_axis if count is None or count % mesh.shape[mesh_axis] == 0 else None
+    return mesh_axis if count is None or count % size == 0 else None

@@ -3,16 +3,20 @@
 from jaxserve.runtime.adapter_weights import abstract_adapters, empty_adapters
 from jaxserve.runtime.compile_cache import enable_compile_cache
 from jaxserve.runtime.compile_counter import COMPILES
-from jaxserve.runtime.memory_plan import MemoryPlan
-from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.engine_shapes import EngineShapes
+from jaxserve.runtime.memory_plan import MemoryPlan, format_bytes
+from jaxserve.runtime.mesh import make_mesh, mesh_of
+from jaxserve.runtime.programs import ProgramTable
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.step_handles import RowScores, StepHandle, StepOutput
 from jaxserve.runtime.weights_form import arrange_weights, keeps_packed, weight_dtype, weights_form
 
 __all__ = [
     "COMPILES",
+    "EngineShapes",
     "MemoryPlan",
     "ModelRunner",
+    "ProgramTable",
     "RowScores",
     "StepHandle",
     "StepOutput",
@@ -20,8 +24,10 @@ __all__ = [
     "arrange_weights",
     "empty_adapters",
     "enable_compile_cache",
+    "format_bytes",
     "keeps_packed",
     "make_mesh",
+    "mesh_of",
     "weight_dtype",
     "weights_form",
 ]

@@ -3,8 +3,8 @@
 Layers may lie in groups (`jaxserve.models.layer_groups`): a page is then of one group, and the pool as long as a group.
 
 Page-major, so that a page of a layer is contiguous and a kernel copies it whole. KV heads are sharded
-over the mesh's "model" axis when they divide by it, else replicated. The pool is donated to every step
-and comes back updated in place.
+over the mesh's "model" axis when they divide by it, else replicated; along an axis "copies" they always are. The pool
+is donated to every step and comes back updated in place.
 """
 
 from __future__ import annotations

@@ -211,8 +211,13 @@ class ProgramTable:
         They do not depend on the pool's size, so a guess at `num_pages` does; if it is right, warm-up
         takes the programs compiled here.
         """
-        program, sampler = self.compile(bucket, num_pages), self.compile_sampler(bucket.sample_rows)
+        program = self.compile(bucket, num_pages)
         self._measured = {(bucket, num_pages): program}
+        return self.workspace_of(program, bucket, num_pages, max_steps_ahead)
+
+    def workspace_of(self, program: Any, bucket: Bucket, num_pages: int, max_steps_ahead: int = 0) -> int:
+        """`workspace_bytes` of a bucket whose step is compiled already."""
+        sampler = self.compile_sampler(bucket.sample_rows)
         self._samplers = {bucket.sample_rows: sampler}
         shape = (bucket.sample_rows, self._kv.config.vocab_size)
         logits_bytes = 4 * math.prod(self._logits_sharding.shard_shape(shape))

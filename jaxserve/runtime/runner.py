@@ -9,7 +9,6 @@ in which they were started. Pool and slot state never leave the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,17 +17,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
-from jaxserve.models import ModelConfig, group_layers, stored_rank, zero_lora
-from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout, attention_implementation
-from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, make_plan, num_host_pages
+from jaxserve.models import ModelConfig, stored_rank, zero_lora
+from jaxserve.runtime.engine_shapes import EngineShapes
+from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
-from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, join_state, slot_row, split_state
+from jaxserve.runtime.slot_state import SlotRow, join_state, slot_row, split_state
 from jaxserve.runtime.step_handles import PreparedStep, StepHandle, StepOutput
 from jaxserve.runtime.steps import StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
-from jaxserve.tables import Bucket, BucketTable, TableBuilder
-from pallas_kernels.matmul import num_bytes
+from jaxserve.tables import Bucket, TableBuilder
 
 
 class ModelRunner:
@@ -48,21 +46,13 @@ class ModelRunner:
     def __init__(
         self, model_config: ModelConfig, params: Any, config: EngineConfig, max_model_len: int, mesh: Mesh
     ) -> None:
-        model_config = replace(model_config, served_length=max_model_len)
-        self._model_config = model_config
+        shapes = EngineShapes.of(model_config, params, config, max_model_len, mesh)
+        self._model_config = shapes.model_config
         self._params = params
         self._config = config
         self._mesh = mesh
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        kv_dtype = config.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-        self._kv = PoolLayout(
-            model_config,
-            mesh,
-            config.page_size,
-            kv_dtype,
-            attention_implementation(config, model_config, mesh.devices.flat[0].platform),
-            group_layers(model_config.sliding_windows, max_model_len, config.page_size),
-        )
+        self._kv = shapes.kv
         self._programs = ProgramTable(
             self._kv,
             params,
@@ -70,20 +60,13 @@ class ModelRunner:
             dtype=config.dtype,
             max_decode_steps=config.max_decode_steps,
         )
-        windows = self._kv.groups.windows
-        shape = config.scheduler_config(max_model_len=max_model_len, num_pages=2, windows=windows)
-        self.buckets = BucketTable(
-            shape,
-            decode=config.decode_buckets,
-            prefill=config.prefill_buckets,
-            widths=config.table_width_buckets,
-        )
-        self.memory_plan = self._plan_memory(shape)
+        self.buckets = shapes.buckets
+        self.memory_plan = self._plan_memory(shapes)
         self.scheduler_config: SchedulerConfig = config.scheduler_config(
             max_model_len=max_model_len,
             num_pages=self.memory_plan.num_pages,
             num_host_pages=self.memory_plan.num_host_pages,
-            windows=windows,
+            windows=self._kv.groups.windows,
         )
         self._builder = TableBuilder(self.scheduler_config, self.buckets, adapters="adapters" in params)
         self._swapper: PageSwapper | None = None
@@ -299,50 +282,27 @@ class ModelRunner:
         where, row = jax.device_put((np.asarray(slot, np.int32), row), self._replicated)
         self._state = self._programs.place(self._state, where, row)
 
-    def _plan_memory(self, shape: SchedulerConfig) -> MemoryPlan:
-        config = self._config
-        device = self._mesh.devices.flat[0]
-        weights = sum(_bytes_on_a_device(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(self._params))
+    def _plan_memory(self, shapes: EngineShapes) -> MemoryPlan:
+        config, device = self._config, self._mesh.devices.flat[0]
         free = available_bytes(device)
         if device.platform == "cpu":
             # Host "devices" share one memory, and the weights are in it already, unless they are shapes alone.
             is_loaded = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self._params))
-            free = free // self._mesh.size + weights * is_loaded
-        page_bytes = self._kv.bytes_on_a_device(1)
-        state = abstract_slot_state(config.max_num_seqs, self._model_config.vocab_size)
-        most_pages = config.max_num_seqs * shape.most_pages_per_seq + 1
+            free = free // self._mesh.size + shapes.weights_bytes * is_loaded
         allowed = int(free * config.memory_fraction)
         host_pages = 0
         if config.swaps:
-            host_pages = num_host_pages(config.swap_space, self.page_bytes, shape)
+            host_pages = num_host_pages(config.swap_space, self.page_bytes, shapes.limits)
             if device.platform == "cpu":
                 allowed -= host_pages * self.page_bytes // self._mesh.size
         if config.num_pages is not None:
             # Before anything is compiled for a pool that cannot be.
-            check_pages_fit(config.num_pages, page_bytes, allowed - weights, allowed)
-        # As many pages as there will be if memory is ample: the program compiled here is then the one that runs.
-        guess = max(2, min(most_pages, (allowed - weights) // page_bytes))
-        return make_plan(
-            allowed_bytes=allowed,
-            weights_bytes=weights,
-            # A block of pages on its way out and one on its way in may lie beside the step.
-            workspace_bytes=self._programs.workspace_bytes(
-                self.buckets.all()[-1], config.num_pages or guess, shape.max_steps_ahead
-            )
-            + 2 * SWAP_BLOCK * page_bytes * config.swaps,
-            state_bytes=sum(_bytes_on_a_device(x.shape, x.dtype, self._replicated) for x in state),
-            page_bytes=page_bytes,
-            page_size=config.page_size,
-            num_pages=config.num_pages,
-            most_pages=most_pages,
-            num_host_pages=host_pages,
-            host_bytes=host_pages * self.page_bytes,
-            most_pages_per_seq=shape.most_pages_per_seq,
-            sliding_window=shape.sliding_window,
-            group_windows=shape.group_windows,
-            layers_per_group=self._kv.groups.size,
-            max_model_len=shape.max_model_len,
+            page_bytes = self._kv.bytes_on_a_device(1)
+            check_pages_fit(config.num_pages, page_bytes, allowed - shapes.weights_bytes, allowed)
+        step_bytes = self._programs.workspace_bytes(
+            self.buckets.all()[-1], shapes.guess_pages(allowed), shapes.limits.max_steps_ahead
         )
+        return shapes.memory_plan(allowed, step_bytes, host_pages)
 
 
 def _runs_of(tokens: np.ndarray, num_rows: int) -> StepResult:
@@ -355,7 +315,3 @@ def _runs_of(tokens: np.ndarray, num_rows: int) -> StepResult:
     counts = (tokens[:, :num_rows] >= 0).sum(axis=0).tolist()
     rows = tokens[:, :num_rows].T.tolist()
     return StepResult((), (), tuple(tuple(row[:count]) for row, count in zip(rows, counts, strict=True)))
-
-
-def _bytes_on_a_device(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
-    return num_bytes(sharding.shard_shape(shape), dtype)

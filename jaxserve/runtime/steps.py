@@ -21,7 +21,18 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxserve.core import MAX_LOGPROBS
-from jaxserve.models import Attend, AttentionOptions, Batch, LoraTokens, ModelConfig, RunLayers, forward, unembed
+from jaxserve.models import (
+    Attend,
+    AttentionOptions,
+    Batch,
+    LoraTokens,
+    ModelConfig,
+    RunLayers,
+    axis_size,
+    forward,
+    model_axes,
+    unembed,
+)
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
 from jaxserve.runtime.sampler import TokenScores, sample, score, wants_logprobs
 from jaxserve.runtime.slot_state import EditState, SampledState, SlotState, join_state, split_state
@@ -169,13 +180,14 @@ def _make_attend(
 
     The mesh's "model" axis takes KV heads apart here, not in the compiler: it would gather the pool.
     Where the heads do not divide, every device holds and attends to all of them; but one KV head that every device
-    holds has its query heads taken apart.
+    holds, or that those along the axis "copies" hold, has its query heads taken apart.
     """
     rows = bucket.decode_rows
     kv_heads = PartitionSpec(None, kv.spec[3])
-    query_axis = kv.spec[3]
-    if kv.config.num_kv_heads == 1 and kv.config.num_heads % kv.mesh.shape["model"] == 0:
-        query_axis = "model"
+    split = model_axes(kv.mesh)
+    query_axis = None if kv.spec[3] is None else split
+    if kv.config.num_kv_heads == 1 and kv.config.num_heads % axis_size(kv.mesh, split) == 0:
+        query_axis = split
     heads = PartitionSpec(None, query_axis)
     of_groups = {"decode_pages": fields["decode_pages"], "prefill_pages": fields["prefill_pages"], "page_ids": page_ids}
 

@@ -8,9 +8,13 @@
 
 Weights are read once per iteration because one program holds its prefill and decode rows. Of a mixture of
 experts a token's weights are those of its own experts; read are those that any token of the iteration has, as many as
-can be expected if every expert is equally likely. Devices share
-FLOPs, weights and KV heads evenly; their communication is not counted, nor is padding to buckets. A
-roofline is a bound to reason with; `tools/fit_cost_model` gives what an engine really takes.
+can be expected if every expert is equally likely. FLOPs and bytes are those of one device: devices share what divides
+among them, heads, KV heads, inner widths, experts, vocabulary, and each has all of what does not, as the engine's own
+sharding rules have it. Of more devices than KV heads, several hold one head. Where KV heads do not divide otherwise,
+each device attends for all heads. Their communication is not
+counted, nor is padding to buckets. Latent attention is counted in absorbed form: a row of `kv_rank + rope` numbers per
+token and layer, on every device. A roofline is a bound to reason with; `tools/fit_cost_model` gives what an engine
+really takes.
 """
 
 from __future__ import annotations
@@ -54,12 +58,28 @@ _WITHOUT_GATE = ("starcoder2",)
 
 
 @dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Multi-head latent attention: ranks and sizes of a head; `q_rank` 0: queries have no latent."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+    @property
+    def row(self) -> int:
+        """Numbers that are kept of a token in a layer."""
+        return self.kv_rank + self.rope
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A decoder. Names as in design words: layers, heads, dimensions.
 
     The MLPs of the last `num_expert_layers` layers are mixtures: `num_chosen` of `num_experts` of width
     `expert_hidden` for every token, and `shared_hidden` for all. Those of the others have `mlp_matrices`: 3 with a
-    gate, 2 without; experts have gates.
+    gate, 2 without; experts have gates. With `latent`, `num_kv_heads` is 1 and `head_dim` its row.
     """
 
     num_layers: int
@@ -76,23 +96,19 @@ class ModelShape:
     expert_hidden: int = 0
     shared_hidden: int = 0
     mlp_matrices: int = 3
+    latent: LatentShape | None = None
 
     @classmethod
     def from_file(cls, path: str | Path) -> ModelShape:
         """Reads a Hugging Face config.json, or the one in a directory.
 
         Raises:
-          ValueError: a field is missing, or attention is not the ordinary one.
+          ValueError: a field is missing.
         """
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         fields = JsonFields(read_json(path), str(path))
-        if fields.any("kv_lora_rank", None):
-            raise ValueError(
-                f"{fields.name_of('kv_lora_rank')} is {fields.any('kv_lora_rank')}; the roofline knows ordinary"
-                " attention only; fit a linear cost model to a trace instead (tools/fit_cost_model)"
-            )
-        kind = fields.any("model_type", None)
+        kind, latent = fields.any("model_type", None), _latent_of(fields)
         hidden, heads = fields.integer("hidden_size", 1), fields.integer("num_attention_heads", 1)
         # null stands for "as usual", as in the model library.
         kv_heads = (
@@ -104,36 +120,70 @@ class ModelShape:
             hidden=hidden,
             mlp_hidden=fields.integer("intermediate_size", 1),
             num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            num_kv_heads=kv_heads if latent is None else 1,
+            head_dim=head_dim if latent is None else latent.row,
             vocab_size=fields.integer("vocab_size", 1),
             tied_embeddings=fields.boolean("tie_word_embeddings", kind in _TIED_UNLESS_TOLD),
             mlp_matrices=2 if kind in _WITHOUT_GATE else 3,
+            latent=latent,
             **_experts_of(fields),
         )
 
     @property
     def layer_weights(self) -> int:
         """Of the matrix multiplications of all layers, every expert's."""
-        return self._layer_weights(self.num_experts)
+        return int(sum(self.parts(self.num_experts).values()))
 
     @property
     def token_weights(self) -> int:
         """Of `layer_weights`, those that one token is multiplied with."""
-        return self._layer_weights(self.num_chosen)
+        return int(sum(self.parts(self.num_chosen).values()))
 
     def read_weights(self, tokens: int) -> float:
         """Of `layer_weights`, those that a step of so many tokens can be expected to read."""
-        if not self.num_experts:
-            return self.layer_weights
-        return self._layer_weights(self.num_experts * (1.0 - (1.0 - self.num_chosen / self.num_experts) ** tokens))
+        return sum(self.parts(self.experts_read(tokens)).values())
 
-    def _layer_weights[Number: (int, float)](self, experts: Number) -> Number:
-        attention = self.hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        dense = (self.num_layers - self.num_expert_layers) * self.mlp_matrices * self.mlp_hidden
-        each = self.num_expert_layers * (self.num_experts + 3 * self.shared_hidden)
-        mixed = 3 * self.num_expert_layers * self.expert_hidden * experts
-        return self.num_layers * attention + self.hidden * (dense + each) + self.hidden * mixed
+    def experts_read(self, tokens: int) -> float:
+        """Experts of a layer that a step of so many tokens can be expected to read."""
+        if not self.num_experts:
+            return 0.0
+        return self.num_experts * (1.0 - (1.0 - self.num_chosen / self.num_experts) ** tokens)
+
+    def parts(self, experts: float) -> dict[str, float]:
+        """`layer_weights` by what devices may share them by, with so many experts in a layer."""
+        layers, mixed = self.num_layers, self.num_expert_layers
+        kv_heads, whole = 2 * self.num_kv_heads * self.head_dim * self.hidden, 0
+        heads = 2 * self.num_heads * self.head_dim * self.hidden
+        if (latent := self.latent) is not None:
+            kv_heads, whole = 0, self.hidden * (latent.q_rank + latent.row)
+            queries = (latent.q_rank or self.hidden) * (latent.nope + latent.rope)
+            made_of_latents = latent.kv_rank * (latent.nope + latent.value)
+            heads = self.num_heads * (queries + made_of_latents + latent.value * self.hidden)
+        return {
+            "heads": layers * heads,
+            "kv_heads": layers * kv_heads,
+            "whole": layers * whole + mixed * self.hidden * self.num_experts,
+            "mlp": (layers - mixed) * self.mlp_matrices * self.hidden * self.mlp_hidden,
+            "shared": mixed * 3 * self.hidden * self.shared_hidden,
+            "experts": mixed * 3 * self.hidden * self.expert_hidden * experts,
+        }
+
+    def share(self, part: str, num_devices: int) -> float:
+        """Of one of `parts`, or of "vocab", what each of so many devices has."""
+        counts = {
+            "heads": (self.num_heads,),
+            "kv_heads": (self.num_kv_heads,),
+            "mlp": (self.mlp_hidden,),
+            "shared": (self.shared_hidden,),
+            "experts": (self.num_experts, self.expert_hidden),
+            "vocab": (self.vocab_size,),
+        }
+        if any(count % num_devices == 0 for count in counts.get(part, ())):
+            return 1 / num_devices
+        # A KV head may be held by several devices, which share its query heads.
+        if part == "kv_heads" and num_devices % self.num_kv_heads == self.num_heads % num_devices == 0:
+            return 1 / self.num_kv_heads
+        return 1.0
 
     @property
     def head_weights(self) -> int:
@@ -144,6 +194,19 @@ class ModelShape:
     def num_weights(self) -> int:
         """All that lie in memory; norms are too small to count."""
         return self.layer_weights + self.head_weights * (1 if self.tied_embeddings else 2)
+
+
+def _latent_of(fields: JsonFields) -> LatentShape | None:
+    """Latent attention, of a model that has it."""
+    if not fields.any("kv_lora_rank", None):
+        return None
+    return LatentShape(
+        q_rank=fields.any("q_lora_rank", None) or 0,
+        kv_rank=fields.integer("kv_lora_rank", 1),
+        nope=fields.integer("qk_nope_head_dim", 1),
+        rope=fields.integer("qk_rope_head_dim", 1),
+        value=fields.integer("v_head_dim", 1),
+    )
 
 
 def _experts_of(fields: JsonFields) -> dict[str, int]:
@@ -204,17 +267,26 @@ class RooflineCost:
         if num_chips < 1:
             raise ValueError(f"tensor_parallel_size is {num_chips}; it must be an integer of at least 1")
         self.chip, self.shape, self.num_chips = chip, shape, num_chips
-        self._flops = chip.peak_flops * compute_efficiency * num_chips
+        self._flops = chip.peak_flops * compute_efficiency
         self._bandwidth = chip.bandwidth * memory_efficiency
         self._overhead_s = overhead_s
         self._host_bandwidth = host_bandwidth
-        self._attention_flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim
-        self._weight_bytes = weight_bits / 8 / num_chips
-        self._held_weights = shape.num_weights * weight_bits / 8 / num_chips
-        # A KV head is not split: with more devices than heads it is held several times.
-        heads = -(-shape.num_kv_heads // num_chips)
-        self.kv_token_bytes = 2 * shape.num_layers * heads * shape.head_dim * kv_bits / 8
+        self._weight_bytes = weight_bits / 8
+        self._head_weights = shape.head_weights * shape.share("vocab", num_chips)
+        embedding = 0.0 if shape.tied_embeddings else self._head_weights
+        self.held_bytes = (
+            self._on_device(shape.parts(shape.num_experts)) + self._head_weights + embedding
+        ) * self._weight_bytes
+        """Bytes of all weights on one device."""
+        own_kv_heads = shape.num_kv_heads * shape.share("kv_heads", num_chips)
+        numbers = 2 * shape.head_dim if shape.latent is None else shape.latent.row
+        self.kv_token_bytes = shape.num_layers * own_kv_heads * numbers * kv_bits / 8
         """Bytes of one token's K and V on one device."""
+        # One KV head that every device has leaves the query heads to be shared.
+        splits = own_kv_heads < shape.num_kv_heads or shape.num_kv_heads == 1
+        own_heads = shape.num_heads * (shape.share("heads", num_chips) if splits else 1.0)
+        dims = 2 * shape.head_dim if shape.latent is None else shape.latent.row + shape.latent.kv_rank
+        self._attention_flops = 2 * shape.num_layers * own_heads * dims
         # Groups are of one size: the last may have places that no layer takes.
         layers_per_group = -(-shape.num_layers // num_groups)
         self._group_token_bytes = self.kv_token_bytes * layers_per_group / shape.num_layers
@@ -223,7 +295,7 @@ class RooflineCost:
     def step_s(self, features: StepFeatures) -> float:
         """Overhead, the longer of both, and the way to the host."""
         overhead_s = self._overhead_s * features.dispatches
-        return overhead_s + max(self._compute_s(features), self._memory_s(features)) + self._swap_s(features)
+        return overhead_s + max(self.compute_s(features), self.memory_s(features)) + self._swap_s(features)
 
     def num_pages(self, page_size: int, memory_fraction: float) -> int:
         """KV pages that fit beside the weights, the null page included.
@@ -234,11 +306,11 @@ class RooflineCost:
         check_page_size(page_size)
         if not 0.0 < memory_fraction <= 1.0:
             raise ValueError(f"memory_fraction is {memory_fraction}; it must be in (0, 1]")
-        room = self.chip.memory_bytes * memory_fraction - self._held_weights
+        room = self.chip.memory_bytes * memory_fraction - self.held_bytes
         pages = int(room // (page_size * self._group_token_bytes))
         if pages < 2:
             raise ValueError(
-                f"weights take {self._held_weights / 1e9:.1f} GB of each {self.chip.name}, which has"
+                f"weights take {self.held_bytes / 1e9:.1f} GB of each {self.chip.name}, which has"
                 f" {self.chip.memory_bytes * memory_fraction / 1e9:.1f} GB (memory_fraction {memory_fraction:g});"
                 " raise tensor_parallel_size, or choose a smaller model or weight_bits"
             )
@@ -249,15 +321,15 @@ class RooflineCost:
         shape, chip = self.shape, self.chip
         tokens, attended = _tokens(features), features.decode_context + features.prefill_attention
         read = features.decode_context + features.prefill_context
-        compute_s, memory_s = self._compute_s(features), self._memory_s(features)
+        compute_s, memory_s = self.compute_s(features), self.memory_s(features)
         return [
-            f"{self.num_chips} x {chip.name}: {self._flops / 1e12:.0f} TFLOP/s together and"
-            f" {self._bandwidth / 1e9:.0f} GB/s each, after efficiency",
-            f"weights: {shape.num_weights / 1e9:.3f} billion, {self._held_weights / 1e9:.2f} GB per device;"
+            f"{self.num_chips} x {chip.name}, each {self._flops / 1e12:.0f} TFLOP/s and"
+            f" {self._bandwidth / 1e9:.0f} GB/s after efficiency",
+            f"weights: {shape.num_weights / 1e9:.3f} billion, {self.held_bytes / 1e9:.2f} GB per device;"
             f" K/V: {self.kv_token_bytes:.0f} bytes per token and device",
-            f"FLOPs: 2 x {shape.token_weights} x {tokens} tokens"
-            f" + 2 x {shape.head_weights} x {features.emitted} sampled"
-            f" + {self._attention_flops} x {attended} attended = {self._flops_of(features):.3e}",
+            f"FLOPs per device: 2 x {self._token_weights:.0f} x {tokens} tokens"
+            f" + 2 x {self._head_weights:.0f} x {features.emitted} sampled"
+            f" + {self._attention_flops:.0f} x {attended} attended = {self._flops_of(features):.3e}",
             f"bytes per device: {self._read_bytes(features):.3e} weights + {self.kv_token_bytes:.0f} x"
             f" ({read} read + {tokens} written) = {self._bytes_of(features):.3e}",
             f"compute {compute_s:.3e} s, memory {memory_s:.3e} s: bound by"
@@ -265,10 +337,17 @@ class RooflineCost:
             f" and {self._swap_s(features):.1e} s of swaps together {self.step_s(features):.3e} s",
         ]
 
+    @property
+    def _token_weights(self) -> float:
+        return self._on_device(self.shape.parts(self.shape.num_chosen))
+
+    def _on_device(self, parts: dict[str, float]) -> float:
+        return sum(count * self.shape.share(part, self.num_chips) for part, count in parts.items())
+
     def _flops_of(self, features: StepFeatures) -> float:
         return (
-            2 * self.shape.token_weights * _tokens(features)
-            + 2 * self.shape.head_weights * features.emitted
+            2 * self._token_weights * _tokens(features)
+            + 2 * self._head_weights * features.emitted
             + self._attention_flops * (features.decode_context + features.prefill_attention)
         )
 
@@ -277,16 +356,19 @@ class RooflineCost:
         return self._read_bytes(features) + self.kv_token_bytes * moved
 
     def _read_bytes(self, features: StepFeatures) -> float:
-        return (self.shape.read_weights(_tokens(features)) + self.shape.head_weights) * self._weight_bytes
+        experts = self.shape.experts_read(_tokens(features))
+        return (self._on_device(self.shape.parts(experts)) + self._head_weights) * self._weight_bytes
 
-    def _compute_s(self, features: StepFeatures) -> float:
+    def compute_s(self, features: StepFeatures) -> float:
+        """Seconds of the arithmetic alone."""
         return self._flops_of(features) / self._flops
+
+    def memory_s(self, features: StepFeatures) -> float:
+        """Seconds of the memory traffic alone."""
+        return self._bytes_of(features) / self._bandwidth
 
     def _swap_s(self, features: StepFeatures) -> float:
         return features.swapped_pages * self._page_bytes / self._host_bandwidth
-
-    def _memory_s(self, features: StepFeatures) -> float:
-        return self._bytes_of(features) / self._bandwidth
 
 
 def _tokens(features: StepFeatures) -> int:

@@ -76,8 +76,12 @@ def missing(target: Target) -> str:
 
 
 @lru_cache
-def devices(target: Target) -> tuple[Any, ...]:
+def devices(target: Target, topology: str | None = None) -> tuple[Any, ...]:
     """Devices of `target` that can be compiled for and nothing else.
+
+    Args:
+      topology: of a larger slice, as libtpu names it ("v5e:4x4"); of GPUs, as XLA counts them: hosts, hosts, devices of
+        one ("1x1x8"). None: the smallest slice, one GPU.
 
     Raises:
       ImportError: the compiler is not installed.
@@ -87,11 +91,11 @@ def devices(target: Target) -> tuple[Any, ...]:
     if target.platform == "tpu":
         # The lock keeps two processes off one TPU; there is none.
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices)
+        return tuple(topologies.get_topology_desc(platform="tpu", topology_name=topology or target.topology).devices)
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     config = (_CONFIGS / target.topology).read_text()
     found = topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=config, topology="1x1x1"
+        platform="cuda", topology_name="", target_config=config, topology=topology or "1x1x1"
     ).devices
     return tuple(found)
 

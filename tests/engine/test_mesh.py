@@ -1,6 +1,6 @@
 """Meshes of several devices, in processes of their own: the device count is set at start.
 
-The tiny model has two KV heads: two devices hold one each, four hold both.
+The tiny model has two KV heads: two devices hold one each, of four two hold the same one.
 """
 
 import json

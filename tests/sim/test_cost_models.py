@@ -15,7 +15,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler import DecodeRow, DecodeRows, PrefillChunk, StepPlan, TraceWriter
 from jaxserve.sim import fit
 from jaxserve.sim.cost_model import LinearCost, StepFeatures, UnitCost, features_of, plan_s
-from jaxserve.sim.roofline import Chip, ModelShape, RooflineCost
+from jaxserve.sim.roofline import Chip, LatentShape, ModelShape, RooflineCost
 from jaxserve.sim.simulator import Simulator
 from jaxserve.sim.workload import parse_workload
 
@@ -102,11 +102,33 @@ def test_the_roofline_by_hand():
     assert f"{flops:.3e}" in cost.explain(prefill)[2]
 
 
-def test_devices_share_weights_and_no_more_than_all_kv_heads():
-    single, four = (RooflineCost(CHIP, SHAPE, num_chips=count, overhead_s=0.0) for count in (1, 4))
-    assert four.kv_token_bytes == single.kv_token_bytes / 2
+def test_devices_share_what_divides_among_them():
+    single, two, four = (RooflineCost(CHIP, SHAPE, num_chips=count, overhead_s=0.0) for count in (1, 2, 4))
     features = StepFeatures(prefill_tokens=1000, prefill_attention=500_500, prefill_context=1000)
-    assert four.step_s(features) == pytest.approx(single.step_s(features) / 4)
+    assert two.kv_token_bytes == single.kv_token_bytes / 2 and two.held_bytes == single.held_bytes / 2
+    assert two.step_s(features) == pytest.approx(single.step_s(features) / 2)
+    # Each of two KV heads is held by two of four devices, which share its query heads.
+    assert four.kv_token_bytes == single.kv_token_bytes / 2
+    kv_weights = 2 * 8 * 2 * 2 * 4
+    assert four.held_bytes == (SHAPE.num_weights - kv_weights) * 2 / 4 + kv_weights * 2 / 2
+    flops = 2 * 1000 * ((SHAPE.layer_weights - kv_weights) / 4 + kv_weights / 2) + 4 * 2 * 4 / 4 * 4 * 500_500
+    assert four.step_s(features) == pytest.approx(flops / (CHIP.peak_flops * 0.6))
+    # Two KV heads do not divide among three, nor three by them: each device has both, and attends for all heads.
+    three = RooflineCost(CHIP, SHAPE, num_chips=3, overhead_s=0.0)
+    assert three.kv_token_bytes == single.kv_token_bytes and three.held_bytes == single.held_bytes
+
+
+def test_latent_attention_by_hand():
+    latent = LatentShape(q_rank=6, kv_rank=5, nope=3, rope=2, value=4)
+    shape = ModelShape(2, 8, 16, 4, 1, latent.row, 100, False, latent=latent)
+    heads, whole = 4 * (6 * 5 + 5 * (3 + 4) + 4 * 8), 8 * (6 + 7)
+    assert shape.layer_weights == 2 * (heads + whole + 3 * 8 * 16)
+    cost = RooflineCost(CHIP, shape, num_chips=2, compute_efficiency=1.0, overhead_s=0.0)
+    assert cost.kv_token_bytes == 2 * 7 * 2  # one row of 7 numbers in each layer, on every device
+    features = StepFeatures(prefill_tokens=1000, prefill_attention=500_500, prefill_context=1000)
+    own = 2 * (heads / 2 + whole + 3 * 8 * 16 / 2)
+    attention = 2 * 2 * (4 / 2) * (7 + 5)
+    assert cost.step_s(features) == pytest.approx((2 * own * 1000 + attention * 500_500) / CHIP.peak_flops)
 
 
 def test_pages_are_what_the_weights_leave():
