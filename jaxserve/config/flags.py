@@ -29,6 +29,7 @@ from jaxserve.config.flag_table import FLAGS
 
 SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
+    "router": "Spreads requests over several servers, by what each has cached and how loaded it is; HTTP only.",
     "batch": "Answers a file of requests in OpenAI's batch format; a rerun goes on where the last run stopped.",
     "bench": "Measures speed. WHAT is the first argument: offline, serve, compare, compare_modes, machine,"
     " decode_ratio, startup, scheduler, simulation, preemption, structured, sse, buckets,"
@@ -43,6 +44,7 @@ SUMMARIES = {
 }
 USAGES = {
     "server": "python -m jaxserve.server",
+    "router": "python -m jaxserve.router",
     "batch": "python -m jaxserve.batch",
     "bench": "python -m jaxserve.bench WHAT",
     "replay": "python -m jaxserve.replay",
