@@ -1,4 +1,4 @@
-"""Flags of `router` beside those that every front has. Policies and their thresholds have the names of the field's routers."""
+"""Flags of `router` beside those that every front has; policies and thresholds are named as in the field's routers."""
 
 from __future__ import annotations
 

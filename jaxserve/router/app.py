@@ -5,7 +5,7 @@
     GET, DELETE /v1/responses/{id}                                               to one replica
     GET  /v1/models  /v1/models/{id}  /load                                      of all, merged
     POST /v1/load_lora_adapter  /v1/unload_lora_adapter  /reset_prefix_cache     to all
-    GET  /health   200 while a replica is in rotation   /ready   and not draining   /version   /metrics   the router's own
+    GET  /health (200 while a replica is in rotation)  /ready (and not draining)  /version  /metrics    its own
     GET  /v1/router/replicas                                                     for operators
     /  /debug/state  /debug/trace  /start_profile  /stop_profile                 of one replica: refused, saying where
 

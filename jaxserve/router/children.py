@@ -1,8 +1,8 @@
 """Children: replicas that the router starts itself, watches, starts again, and ends.
 
 Each is a `jaxserve.server` on a free loopback port that it keeps for life, so its name stays the same. One that dies is
-started again after `restart_backoff_s`, twice as long each time up to `MAX_BACKOFF_S`, at most `max_restarts` times in a row;
-one that has lived for `STEADY_S` counts as new. On Linux a child ends with its router, whatever ended that.
+started again after `restart_backoff_s`, twice as long each time up to `MAX_BACKOFF_S`, at most `max_restarts` times in
+a row; one that has lived for `STEADY_S` counts as new. On Linux a child ends with its router, whatever ended that.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     bind ─▶ serve (503) ─▶ a replica is ready ─▶ SIGTERM or SIGINT ─▶ drain ─▶ front ends ─▶ children end
 
-On the first signal new requests get 503 and open ones may finish within the grace period; what is left then ends with an
-error frame. Children are asked to end after that. A second signal ends all at once. If every child is given up, the router
-ends with status 1.
+On the first signal new requests get 503 and open ones may finish within the grace period; what is left then ends with
+an error frame. Children are asked to end after that. A second signal ends all at once. If every child is given up, the
+router ends with status 1.
 """
 
 from __future__ import annotations
@@ -63,13 +63,11 @@ class RouterLauncher:
         self._front = front
         self._settings = settings
         self._metrics = RouterMetrics()
-        self._children = (
-            Children(replicas, lambda name: self._metrics.restarts.labels(name).inc())
-            if isinstance(replicas, ChildSettings)
-            else None
-        )
-        urls = replicas if self._children is None else self._children.urls
-        self._pool = ReplicaPool(urls, settings, self._metrics)
+        self._children: Children | None = None
+        if isinstance(replicas, ChildSettings):
+            self._children = Children(replicas, lambda name: self._metrics.restarts.labels(name).inc())
+            replicas = self._children.urls
+        self._pool = ReplicaPool(replicas, settings, self._metrics)
         self._stop = asyncio.Event()
 
     async def run(self) -> int:

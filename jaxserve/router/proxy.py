@@ -4,10 +4,10 @@
       ▲        │ └──▶ head ─▶ first bytes ─▶ to the client as they come ─▶ end
       └─ lost ─┴──────────────────┘                     └─ lost ─▶ error event
 
-Nothing goes to the client before the first bytes of the answer's body are there, so until then a replica that is lost is
-replaced unseen: what it did is thrown away, and generation changes nothing, so it may be done again. Another replica is
-tried at most `max_retries` times; after a 429 only once. Any other answer is passed on as it is. Event streams go through as
-they come (`event_tail`); other answers are held until they are whole, up to `MAX_HELD_BYTES`.
+Nothing goes to the client before the first bytes of the answer's body are there, so until then a replica that is lost
+is replaced unseen: what it did is thrown away, and generation changes nothing, so it may be done again. Another replica
+is tried at most `max_retries` times; after a 429 only once. Any other answer is passed on as it is. Event streams go
+through as they come (`event_tail`); other answers are held until they are whole, up to `MAX_HELD_BYTES`.
 
 The client is watched all the while. When it goes away, the connection to the replica is closed, and the replica aborts.
 """

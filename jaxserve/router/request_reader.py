@@ -1,7 +1,7 @@
 """What of a request matters for routing: its prompt's beginnings, model, session, and how much there is to do.
 
-A body that cannot be read here is no error here: it is routed by load, and the replica says what is wrong with it. Text is
-not tokenised: equal beginnings of text are equal beginnings of tokens, up to the last token.
+A body that cannot be read here is no error here: it is routed by load, and the replica says what is wrong with it. Text
+is not tokenised: equal beginnings of text are equal beginnings of tokens, up to the last token.
 """
 
 from __future__ import annotations

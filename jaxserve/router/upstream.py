@@ -1,8 +1,8 @@
 """Upstream: the HTTP client towards the replicas, and which headers go through.
 
-aiohttp, since it takes a sixth of httpx's processor time per streamed chunk (docs/replicas.md). Its parser, as uvicorn's on the
-other side, takes each message apart and the other puts a new one together, so nothing of a message's framing is ever
-copied from one side to the other.
+aiohttp, since it takes a sixth of httpx's processor time per streamed chunk (docs/replicas.md). Its parser, as
+uvicorn's on the other side, takes each message apart and the other puts a new one together, so nothing of a message's
+framing is ever copied from one side to the other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """BlockTable: the beginnings of prompts that a replica was given lately, of bounded size.
 
-It stands for a radix tree over prompts: a key names a whole beginning (`prompt_keys`), so a path down the tree is a run of
-look-ups. It is a guess: the replica may have evicted more, or less.
+It stands for a radix tree over prompts: a key names a whole beginning (`prompt_keys`), so a path down the tree is a run
+of look-ups. It is a guess: the replica may have evicted more, or less.
 """
 
 from __future__ import annotations

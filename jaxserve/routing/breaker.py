@@ -1,13 +1,13 @@
-"""Breaker: whether a replica is in rotation, from what probes and requests say of it. It reads no clock: instants are given.
+"""Breaker: whether a replica is in rotation, from what probes and requests say of it, at instants that it is told.
 
     DOWN ──ready, first time──▶ UP ──not ready, refused, or failed often──▶ DOWN
       ▲ └──ready, later──▶ HALF_OPEN ──a request succeeded──▶ UP
       └────a request failed─────┘
 
-DOWN gets no requests, HALF_OPEN one at a time, UP any number. A replica that is not there (its port refuses) or says that
-it is not ready is down at once, and half open as soon as it is ready. One that fails requests though it says that it is
-ready is down after `failure_threshold` of them in a row, for `open_s`, and for twice as long each time that it fails while
-half open, up to `MAX_OPEN_S`. Probes that get no answer count likewise, `probe_failure_threshold` in a row.
+DOWN gets no requests, HALF_OPEN one at a time, UP any number. A replica that is not there (its port refuses) or says
+that it is not ready is down at once, and half open as soon as it is ready. One that fails requests though it says that
+it is ready is down after `failure_threshold` of them in a row, for `open_s`, and for twice as long each time that it
+fails while half open, up to `MAX_OPEN_S`. Probes that get no answer count likewise, `probe_failure_threshold` in a row.
 """
 
 from __future__ import annotations

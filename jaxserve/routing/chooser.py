@@ -1,9 +1,9 @@
 """ReplicaChooser: which replica gets a request.
 
-A replica is a candidate while it is available and, where any replica says that it serves the request's model, serves it.
-Its load is the requests that this object has given it and that have not ended, and what others have given it
-(`report_load`). Of two replicas the less loaded is the one with fewer requests, then fewer tokens, then fewer requests so
-far; at last the lower number decides.
+A replica is a candidate while it is available and, where any replica says that it serves the request's model, serves
+it. Its load is the requests that this object has given it and that have not ended, and what others have given it
+(`report_load`). Of two replicas the less loaded is the one with fewer requests, then fewer tokens, then fewer requests
+so far; at last the lower number decides.
 
     round_robin    the next in turn
     least_loaded   the less loaded
@@ -11,8 +11,8 @@ far; at last the lower number decides.
 
 cache_aware: a candidate is overloaded when it has more than `balance_abs_threshold` requests, and more than
 `balance_rel_threshold` times as many, as the least loaded. A session goes where its last request went unless that is
-overloaded. Otherwise the longest match counts, and matches that fall short of it by less than `cache_threshold` of
-the prompt count as equal: the less loaded of those gets the request. So a match below the threshold decides nothing.
+overloaded. Otherwise the longest match counts, and matches that fall short of it by less than `cache_threshold` of the
+prompt count as equal: the less loaded of those gets the request. So a match below the threshold decides nothing.
 
 What a request costs does not grow with the requests in flight or with what is remembered: some hundred look-ups per
 replica at most. Nothing here may choose a replica that is unavailable, or remember more than its bounds.

@@ -1,8 +1,8 @@
 """A prompt's beginnings as keys: equal keys, equal beginnings, and few of them however long the prompt is.
 
 The prompt's bytes are cut into blocks. A block's key is a hash over its bytes and the key of the block before it, so it
-stands for everything up to its end, as the names of pages in `jaxserve.scheduler.prefix_cache` do; the chain starts from
-what pages are not shared across: tenant, salt, adapter. What is left behind the last full block has no key.
+stands for everything up to its end, as the names of pages in `jaxserve.scheduler.prefix_cache` do; the chain starts
+from what pages are not shared across: tenant, salt, adapter. What is left behind the last full block has no key.
 
 Blocks grow with their place: `BLOCKS_PER_SIZE` of the first size, then as many of twice that, and so on. A beginning is
 thus known to about a thirtieth of its length, and 8 MiB of prompt have 385 keys, not 131,072.
