@@ -34,7 +34,7 @@ from jaxserve.config.flag_parsers import (
 )
 from jaxserve.config.front_flags import FRONT_OPERATION_FLAGS, SERVER_NETWORK_FLAGS
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
-from jaxserve.config.router_flags import ROUTER_FLAGS
+from jaxserve.config.router_flags import ROUTER_FLAGS, ROUTING_FLAGS
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER, TOOL_CALL_PARSERS
 
 ENGINE_COMMANDS = frozenset({"server", "batch"})
@@ -126,6 +126,11 @@ FLAGS: tuple[Flag, ...] = (
             "try each value of a scheduler flag, as prefill_chunk=128,256,512; given several times, all combinations;"
             " with find_rate the highest rate of each",
         ),
+    ),
+    *_simulate(
+        "Replicas",
+        ("num_replicas", _COUNT, 1, "replicas of the engine behind a router; figures are of all requests together"),
+        *ROUTING_FLAGS,
     ),
     Flag(
         "output",

@@ -26,6 +26,7 @@ from jaxserve.config.engine_config import EngineConfig
 from jaxserve.config.flag import Flag
 from jaxserve.config.flag_parsers import RepeatedParser
 from jaxserve.config.flag_table import FLAGS
+from jaxserve.config.routing_config import RoutingSettings
 
 SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
@@ -105,6 +106,18 @@ def engine_config_from_flags(values: absl_flags.FlagValues) -> EngineConfig:
         return EngineConfig(**settings)
     except ValueError as error:
         exit_with(f"--{error}")
+
+
+def routing_settings_from_flags(values: absl_flags.FlagValues) -> RoutingSettings:
+    """How a router chooses, of `router` and `simulate`.
+
+    Raises:
+      ValueError: settings that break a rule, which it names.
+    """
+    names = {
+        field.name: "routing_policy" if field.name == "policy" else field.name for field in fields(RoutingSettings)
+    }
+    return RoutingSettings(**{field: values[flag].value for field, flag in names.items()})
 
 
 def exit_with(message: str) -> NoReturn:

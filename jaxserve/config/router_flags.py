@@ -6,8 +6,8 @@ from absl.flags import ArgumentParser
 
 from jaxserve.config.flag import flags_for
 from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, TextParser
+from jaxserve.config.routing_config import ROUTING_POLICIES, RoutingSettings
 
-ROUTING_POLICIES = ("cache_aware", "least_loaded", "round_robin")
 DEVICE_KINDS = ("auto", "none", "gpu", "tpu")
 
 
@@ -27,33 +27,38 @@ class UrlParser(ArgumentParser[str]):
         return "url"
 
 
-_TEXT = TextParser()
+_TEXT, _DEFAULTS = TextParser(), RoutingSettings()
 ROUTING_FLAGS = (
     (
         "routing_policy",
         ChoiceParser(ROUTING_POLICIES),
-        "cache_aware",
+        _DEFAULTS.policy,
         "cache_aware: where most of the prompt is cached unless that is overloaded; least_loaded; round_robin",
     ),
     (
         "cache_threshold",
         FloatParser(low=0),
-        0.1,
+        _DEFAULTS.cache_threshold,
         "cache_aware: share of a prompt by which a match must be longer than another to outweigh its load",
     ),
     (
         "balance_abs_threshold",
         IntParser(low=0),
-        8,
+        _DEFAULTS.balance_abs_threshold,
         "cache_aware: requests above the least loaded up to which a replica is not overloaded",
     ),
     (
         "balance_rel_threshold",
         FloatParser(low=1),
-        1.5,
+        _DEFAULTS.balance_rel_threshold,
         "cache_aware: times the requests of the least loaded up to which a replica is not overloaded",
     ),
-    ("cache_table_blocks", IntParser(low=1), 65_536, "blocks of prompts remembered per replica; also most sessions"),
+    (
+        "cache_table_blocks",
+        IntParser(low=1),
+        _DEFAULTS.cache_table_blocks,
+        "blocks of prompts remembered per replica; also most sessions",
+    ),
 )
 """Of the policy; `simulate` takes them too."""
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from absl.flags import FlagValues
 
 from jaxserve.config.api_keys import merged_keys
-from jaxserve.config.flags import exit_with, parse_flags
+from jaxserve.config.flags import exit_with, parse_flags, routing_settings_from_flags
 from jaxserve.config.print_config import settings_as_flagfile, settings_as_json
 from jaxserve.router.children import ChildSettings, server_command
 from jaxserve.router.devices import device_environments
 from jaxserve.router.launcher import FrontSettings, RouterLauncher
 from jaxserve.router.settings import HealthSettings, ProxySettings, RouterSettings
-from jaxserve.routing import BreakerSettings, RoutingSettings
+from jaxserve.routing import BreakerSettings
 from jaxserve.server.log_format import set_log_format
 from jaxserve.server.tls import tls_files
 
@@ -100,13 +100,7 @@ def _settings(flags: FlagValues) -> RouterSettings:
       ValueError: naming the flag.
     """
     return RouterSettings(
-        routing=RoutingSettings(
-            policy=flags.routing_policy,
-            cache_threshold=flags.cache_threshold,
-            balance_abs_threshold=flags.balance_abs_threshold,
-            balance_rel_threshold=flags.balance_rel_threshold,
-            cache_table_blocks=flags.cache_table_blocks,
-        ),
+        routing=routing_settings_from_flags(flags),
         breaker=BreakerSettings(
             failure_threshold=flags.cb_failure_threshold,
             open_s=flags.cb_timeout_s,

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-NONE, GPU, TPU, AUTO = "none", "gpu", "tpu", "auto"
-DEVICE_KINDS = (AUTO, NONE, GPU, TPU)
+from jaxserve.config.router_flags import DEVICE_KINDS
+
+AUTO, NONE, GPU, TPU = DEVICE_KINDS
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 """Of so many chips side by side in one process."""
 _TPU_PORT = 8476

@@ -7,8 +7,9 @@ No clock, no randomness, no I/O, as the scheduler: the router and the simulator 
 - `breaker`: when a replica is in rotation.
 """
 
+from jaxserve.config.routing_config import ROUTING_POLICIES, RoutingSettings
 from jaxserve.routing.breaker import Breaker, BreakerSettings, BreakerState
-from jaxserve.routing.chooser import ROUTING_POLICIES, Choice, ReplicaChooser, RouteRequest, RoutingSettings
+from jaxserve.routing.chooser import Choice, ReplicaChooser, RouteRequest
 from jaxserve.routing.prompt_keys import NO_PROMPT, PromptKeys, keys_of_text, keys_of_tokens, scope_root
 
 __all__ = [
