@@ -114,10 +114,9 @@ def routing_settings_from_flags(values: absl_flags.FlagValues) -> RoutingSetting
     Raises:
       ValueError: settings that break a rule, which it names.
     """
-    names = {
-        field.name: "routing_policy" if field.name == "policy" else field.name for field in fields(RoutingSettings)
-    }
-    return RoutingSettings(**{field: values[flag].value for field, flag in names.items()})
+    first, *others = fields(RoutingSettings)  # the first is the policy, whose flag says of what
+    settings: dict[str, Any] = {field.name: values[field.name].value for field in others}
+    return RoutingSettings(values[f"routing_{first.name}"].value, **settings)
 
 
 def exit_with(message: str) -> NoReturn:

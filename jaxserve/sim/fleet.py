@@ -4,8 +4,8 @@
                           ▲ ends ──────────────────────────────────────────┘
 
 Every simulator stops before it moves its clock (`Simulator.turns`). What is earliest of all goes on: an arrival, or the
-simulator whose next instant it is; an arrival comes first where both are at one instant, as it does in one simulator. So
-what the chooser knows at an arrival is what has ended by then.
+simulator whose next instant it is; an arrival comes first where both are at one instant, as it does in one simulator.
+So what the chooser knows at an arrival is what has ended by then.
 
 The replicas share one log, so figures are of all requests together. A refusal is final: the router's second try after a
 429 is not simulated, nor are failures.

@@ -138,8 +138,8 @@ class Simulator:
         """The same in pieces, for who has several on one clock.
 
         Yields:
-          The instant of what happens next, before it does: the source may still bring arrivals up to then. None: nothing
-          is left to do; what the source brings by the next turn is taken up.
+          The instant of what happens next, before it does: the source may still bring arrivals up to then. None:
+          nothing is left to do; what the source brings by the next turn is taken up.
         """
         totals = self._result.totals
         self._add_arrivals(self._now)

@@ -17,7 +17,14 @@ from jaxserve.sim.simulator import Simulator
 from jaxserve.sim.source import Arrival, TimedSource, make_request, prompt_of
 from jaxserve.sim.workload import parse_workload
 
-CONFIG = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=256, num_pages=200, page_size=16)
+CONFIG = SchedulerConfig(
+    enable_prefix_caching=True,
+    max_num_seqs=2,
+    max_num_batched_tokens=64,
+    max_model_len=256,
+    num_pages=200,
+    page_size=16,
+)
 
 
 def fleet(arrivals, *, num_replicas=2, config=CONFIG, **routing):
