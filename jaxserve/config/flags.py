@@ -114,9 +114,11 @@ def routing_settings_from_flags(values: absl_flags.FlagValues) -> RoutingSetting
     Raises:
       ValueError: settings that break a rule, which it names.
     """
-    first, *others = fields(RoutingSettings)  # the first is the policy, whose flag says of what
-    settings: dict[str, Any] = {field.name: values[field.name].value for field in others}
-    return RoutingSettings(values[f"routing_{first.name}"].value, **settings)
+    names = {"policy": "routing_policy"}
+    settings: dict[str, Any] = {
+        field.name: values[names.get(field.name, field.name)].value for field in fields(RoutingSettings)
+    }
+    return RoutingSettings(**settings)
 
 
 def exit_with(message: str) -> NoReturn:

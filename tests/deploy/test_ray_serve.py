@@ -72,7 +72,8 @@ def served(tiny_model_dir, compile_cache, tmp_path_factory):
 def until_answered(url, process, log):
     end = time.monotonic() + 600
     while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-4000:]
+        failed = "failed with exception" in log.read_text() or "DEPLOY_FAILED" in log.read_text()
+        assert process.poll() is None and not failed, log.read_text()[-4000:]
         try:
             if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
                 return
