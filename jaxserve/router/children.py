@@ -55,15 +55,15 @@ class Children:
     """All children.
 
     Args:
-      on_restart: told the name of each that is started again.
+      on_end: told of each that ended by itself: its number, how, and whether it is started again.
 
     Attributes:
       urls: of each.
     """
 
-    def __init__(self, settings: ChildSettings, on_restart: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, settings: ChildSettings, on_end: Callable[[int, str, bool], None]) -> None:
         self._settings = settings
-        self._on_restart = on_restart
+        self._on_end = on_end
         ports = _free_ports(len(settings.environments))
         self.urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
         self._ports = ports
@@ -111,7 +111,9 @@ class Children:
             lived_s = time.monotonic() - began
             failures = 1 if lived_s >= STEADY_S else failures + 1
             ended = f"signal {-status}" if status < 0 else f"status {status}"
-            if failures > settings.max_restarts:
+            again = failures <= settings.max_restarts
+            self._on_end(number, ended, again)
+            if not again:
                 log.error("replica %s ended with %s and is given up: max_restarts is reached", name, ended)
                 return
             wait_s = min(settings.restart_backoff_s * 2 ** (failures - 1), MAX_BACKOFF_S)
@@ -120,7 +122,6 @@ class Children:
                 *(name, ended, lived_s, wait_s, failures, settings.max_restarts),
             )
             await asyncio.sleep(wait_s)
-            self._on_restart(name)
 
     async def _live(self, number: int) -> int:
         """Starts one and waits for its end; its exit status."""

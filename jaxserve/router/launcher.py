@@ -65,7 +65,7 @@ class RouterLauncher:
         self._metrics = RouterMetrics()
         self._children: Children | None = None
         if isinstance(replicas, ChildSettings):
-            self._children = Children(replicas, lambda name: self._metrics.restarts.labels(name).inc())
+            self._children = Children(replicas, self._child_ended)
             replicas = self._children.urls
         self._pool = ReplicaPool(replicas, settings, self._metrics)
         self._stop = asyncio.Event()
@@ -119,7 +119,8 @@ class RouterLauncher:
             await asyncio.Event().wait()
         else:
             await self._children.run()
-            _note("jaxserve: every replica is given up; set --max_restarts, or see their logs above")
+            if not self._stop.is_set():
+                _note("jaxserve: every replica is given up; set --max_restarts, or see their logs above")
 
     async def _announce(self, host_port: str, living: asyncio.Task[None]) -> None:
         """Waits for a replica, then says where the router is."""
@@ -150,6 +151,12 @@ class RouterLauncher:
         message = "the router shut down before the request finished"
         for answer in tuple(app.active):
             answer.cut_short(ApiError("unavailable", message, code="draining", retry_after_s=5.0))
+
+    def _child_ended(self, number: int, how: str, again: bool) -> None:
+        replica = self._pool.replicas[number]
+        self._pool.unready(replica, f"its process ended with {how}")
+        if again:
+            self._metrics.restarts.labels(replica.name).inc()
 
     def _signalled(self, number: int) -> None:
         if self._stop.is_set():

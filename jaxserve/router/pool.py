@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
+
 from jaxserve.router.metrics import RouterMetrics
 from jaxserve.router.settings import RouterSettings
 from jaxserve.routing import Breaker, BreakerState, Choice, ReplicaChooser, RouteRequest
@@ -213,4 +215,6 @@ def refused(error: BaseException) -> bool:
 
 def cause(error: BaseException) -> str:
     """A few words on what went wrong with a connection."""
+    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
+        return "its connection broke off"
     return str(error)[:200] or type(error).__name__

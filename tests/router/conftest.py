@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.router.settings import RouterSettings
 from tests.router.upstreams import RunningRouter, ScriptedReplica
+from tests.server.running import until
 
 
 @pytest.fixture
@@ -35,5 +36,5 @@ def make_router():
 
     yield make
     for router in made:
-        assert router.call(lambda router=router: router.pool.num_in_flight) == 0, "a request is still counted"
+        until(lambda router=router: router.call(lambda: router.pool.num_in_flight) == 0, 5, "no request counted")
         router.stop()

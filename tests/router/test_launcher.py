@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import httpx
 import pytest
@@ -82,22 +81,24 @@ def test_a_killed_child_costs_its_own_streams_and_is_started_again(make_process)
     streams: list[str] = []
 
     def ask():
-        streams.append(httpx.post(f"{router.url}/v1/completions", json=ROUND, timeout=30).text)
+        with httpx.stream(
+            "POST", f"{router.url}/v1/completions", json=ROUND | {"max_tokens": 300}, timeout=60
+        ) as answer:
+            pieces = answer.iter_text()
+            first = next(pieces)
+            begun.release()
+            streams.append(first + "".join(pieces))
 
+    begun = threading.Semaphore(0)
     clients = [threading.Thread(target=ask) for _ in range(8)]
     for client in clients:
         client.start()
-    until(
-        lambda: (
-            sum(each["requests_in_flight"] for each in httpx.get(f"{router.url}/v1/router/replicas").json()["replicas"])
-            == 8
-        )
-    )
-    time.sleep(0.1)
+    for _ in clients:
+        assert begun.acquire(timeout=30), "a stream did not begin"
     first, other = router.pids()
     os.kill(first, signal.SIGKILL)
     for client in clients:
-        client.join(30)
+        client.join(60)
     ends = [events_of(text)[-1] for text in streams]
     broken = [end for end in ends if end != "[DONE]"]
     assert len(broken) == 4 and len(ends) == 8
@@ -108,6 +109,7 @@ def test_a_killed_child_costs_its_own_streams_and_is_started_again(make_process)
     assert any("ended with signal 9" in line and "(1 of 2)" in line for line in router.log)
     assert len(router.pids()) == 3 and lives(other)
     assert router.end() == 0
+    assert not any("given up" in line for line in router.log)
     assert not any(lives(pid) for pid in router.pids())
 
 
