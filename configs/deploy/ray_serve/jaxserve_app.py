@@ -7,7 +7,7 @@ The routes, streams included, are `jaxserve.server`'s own; Ray Serve's proxy spr
 replicas that have died again. A replica is alive while its engine is. docs/replicas.md tells when to use which front.
 """
 
-# Ray Serve reads the builder's annotation, so it must be the class itself: no `from __future__ import annotations` here.
+# Ray Serve reads the builder's annotation, which must be the class itself: no `from __future__ import annotations`.
 import asyncio
 from typing import Any
 
