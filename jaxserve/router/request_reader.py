@@ -13,6 +13,8 @@ import orjson
 
 from jaxserve.routing import NO_PROMPT, PromptKeys, RouteRequest, keys_of_text, keys_of_tokens, scope_root
 
+KEYED_BYTES = 1 << 20
+"""What lies behind so much of a prompt is not looked at: it fits hardly any model, and every stream would wait."""
 BYTES_PER_TOKEN = 4
 """Of text, for the estimate of its tokens."""
 _OUTPUT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -72,16 +74,23 @@ def _prompt_keys(root: bytes, document: dict[str, Any]) -> PromptKeys:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return keys_of_text(root, prompt.encode("utf-8", "surrogatepass"))
+        return keys_of_text(root, prompt[:KEYED_BYTES].encode("utf-8", "surrogatepass"))
     if isinstance(prompt, list):
         try:
-            return keys_of_tokens(root, prompt)
+            return keys_of_tokens(root, prompt[: KEYED_BYTES // BYTES_PER_TOKEN])
         except (TypeError, OverflowError):
             return NO_PROMPT
     return NO_PROMPT
 
 
 def _conversation(first: Any, turns: Any) -> bytes:
-    """A conversation as bytes that its continuation begins with; tools stand first, as templates have them."""
-    pieces = [first, *turns] if isinstance(turns, list) else [first, turns]
-    return b"\n".join(orjson.dumps(each) for each in pieces if each)
+    """A conversation as bytes that its continuation begins with; tools stand first, as templates have them.
+
+    What lies behind `KEYED_BYTES` is left out.
+    """
+    pieces, size = [], 0
+    for each in [first, *turns] if isinstance(turns, list) else [first, turns]:
+        if each and size < KEYED_BYTES:
+            pieces.append(orjson.dumps(each))
+            size += len(pieces[-1])
+    return b"\n".join(pieces)[:KEYED_BYTES]
