@@ -176,7 +176,7 @@ class ReplicaChooser:
         """Whether it may be chosen.
 
         Args:
-          limit: most requests in flight while it may; None: any number.
+          limit: most requests in flight while another may be chosen; None: any number.
         """
         self._replicas[replica].available, self._replicas[replica].limit = available, limit
 
@@ -200,11 +200,10 @@ class ReplicaChooser:
         return ReplicaLoad(of.in_flight, of.tokens, of.from_others, of.routed, len(of.table))
 
     def _candidates(self, model: str, excluded: Collection[int]) -> _Candidates:
-        able = {
-            number: each
-            for number, each in enumerate(self._replicas)
-            if each.available and number not in excluded and (each.limit is None or each.in_flight < each.limit)
-        }
+        able = {number: each for number, each in enumerate(self._replicas) if each.available and number not in excluded}
+        # Where all are at their limits, being one too many is better than being refused.
+        below = {n: each for n, each in able.items() if each.limit is None or each.in_flight < each.limit}
+        able = below or able
         # A model that none is known to serve goes to any: its answer says so better than this could.
         serving = {number: each for number, each in able.items() if model in each.models} if model else {}
         return _Candidates(serving or able)

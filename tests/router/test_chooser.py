@@ -131,6 +131,13 @@ def test_a_half_open_replica_gets_one_request_at_a_time():
     assert [send(of, asking(), end=False).replica for _ in range(3)] == [0, 1, 1]
 
 
+def test_limits_refuse_nobody():
+    of = chooser(2)
+    of.set_available(0, True, limit=1)
+    of.set_available(1, False)
+    assert [send(of, asking(), end=False).replica for _ in range(3)] == [0, 0, 0]
+
+
 def test_a_replica_that_lost_its_cache_is_not_chosen_for_it():
     of = chooser(2)
     send(of, asking("a" * 640))
@@ -184,13 +191,8 @@ def live(steps, policy):
             choice = of.choose(request, excluded)
             assert choice == of.choose(request, excluded), "choosing changed something"
             in_flight = [sum(each[0] == replica for each in flying) for replica in range(3)]
-            may = {
-                replica
-                for replica in range(3)
-                if available[replica]
-                and replica not in excluded
-                and (limits[replica] is None or in_flight[replica] < limits[replica])
-            }
+            may = {each for each in range(3) if available[each] and each not in excluded}
+            may = {each for each in may if limits[each] is None or in_flight[each] < limits[each]} or may
             assert (choice is None) == (not may)
             chosen.append(choice)
             if choice is not None:

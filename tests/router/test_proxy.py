@@ -278,6 +278,16 @@ def test_bodies_are_bounded_and_must_be_json_by_their_type(make_replica, make_ro
     assert not replica.seen
 
 
+def test_heads_are_bounded(make_replica, make_router):
+    replica = make_replica()
+    router = make_router(replica)
+    with socket.create_connection(("127.0.0.1", router.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 70_000)
+        connection.settimeout(10)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+    assert not replica.seen
+
+
 def test_what_is_no_json_is_for_the_replica_to_refuse(make_replica, make_router):
     replica = make_replica(refuse("400 Bad Request", b'{"error": {"code": "invalid_json"}}'))
     router = make_router(replica)

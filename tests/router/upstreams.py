@@ -9,14 +9,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import httpx
-import uvicorn
 
 from jaxserve.router.app import RouterApp
 from jaxserve.router.health import HealthChecker
+from jaxserve.router.launcher import http_config
 from jaxserve.router.metrics import RouterMetrics
 from jaxserve.router.pool import ReplicaPool
 from jaxserve.router.settings import HealthSettings, RouterSettings
 from jaxserve.router.upstream import Upstream
+from jaxserve.server.listening import HttpServer
 from tests.server.running import metric_samples, until, until_async
 
 Script = Callable[["Exchange"], Awaitable[None]]
@@ -197,10 +198,7 @@ class RunningRouter:
         self.pool = ReplicaPool(self.replicas, self.settings, self.metrics)
         async with Upstream(self.settings.proxy) as upstream:
             self.app = RouterApp(self.pool, upstream, self.settings)
-            config = uvicorn.Config(
-                self.app.asgi, lifespan="off", log_config=None, log_level="warning", timeout_graceful_shutdown=2
-            )
-            self._server = uvicorn.Server(config)
+            self._server = HttpServer(http_config(self.app.asgi))
             probing = asyncio.create_task(HealthChecker(self.pool, upstream, self.settings.health).run())
             serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
             await until_async(lambda: self._server.started)
