@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from multidict import CIMultiDict
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,7 +27,7 @@ from jaxserve.router.pool import ReplicaPool
 from jaxserve.router.proxy import Call, ProxiedResponse
 from jaxserve.router.request_reader import read_route
 from jaxserve.router.settings import RouterSettings
-from jaxserve.router.upstream import Upstream, request_headers
+from jaxserve.router.upstream import TextHeaders, Upstream, request_headers
 from jaxserve.routing import RouteRequest
 from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing, key_tenant
 from jaxserve.server.cors import add_cors
@@ -182,5 +181,5 @@ def _target(request: Request) -> str:
     return request.url.path + (f"?{query}" if query else "")
 
 
-def _headers(request: Request) -> CIMultiDict[str]:
+def _headers(request: Request) -> TextHeaders:
     return request_headers(request.scope["headers"])

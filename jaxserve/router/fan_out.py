@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from multidict import CIMultiDict
 from starlette.responses import Response
 
 from jaxserve.router.pool import Replica, ReplicaPool, cause
 from jaxserve.router.proxy import no_replica
-from jaxserve.router.upstream import FAILURES, Upstream
+from jaxserve.router.upstream import FAILURES, TextHeaders, Upstream
 from jaxserve.server.errors import ApiError
 from jaxserve.server.json_body import JsonResponse, error_response
 
@@ -52,7 +51,7 @@ async def ask_all(
     upstream: Upstream,
     method: str,
     target: str,
-    headers: CIMultiDict[str],
+    headers: TextHeaders,
     body: bytes | None = None,
 ) -> list[Reply]:
     """The replies of all replicas in rotation, by number.
@@ -67,7 +66,7 @@ async def ask_all(
 
 
 async def _ask(
-    replica: Replica, upstream: Upstream, method: str, target: str, headers: CIMultiDict[str], body: bytes | None
+    replica: Replica, upstream: Upstream, method: str, target: str, headers: TextHeaders, body: bytes | None
 ) -> Reply:
     try:
         async with asyncio.timeout(TIMEOUT_S):

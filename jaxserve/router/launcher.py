@@ -160,7 +160,7 @@ class RouterLauncher:
 def http_config(app: ASGIApp, tls: TlsFiles | None = None) -> uvicorn.Config:
     """How the router's HTTP is served.
 
-    By h11 even where httptools is installed, which would be a quarter faster: h11 bounds a head that is not complete
+    By h11 even where httptools is installed, which would be a little faster: h11 bounds a head that is not complete
     (64 KiB) and is strict about framing, as what stands before other servers must be.
     """
     return uvicorn.Config(

@@ -21,13 +21,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import aiohttp
-from multidict import CIMultiDict
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.router.event_tail import EventTail
 from jaxserve.router.pool import Replica, ReplicaPool, cause
-from jaxserve.router.upstream import FAILURES, Upstream, response_headers
+from jaxserve.router.upstream import FAILURES, TextHeaders, Upstream, response_headers
 from jaxserve.routing import RouteRequest
 from jaxserve.server.disconnects import disconnected
 from jaxserve.server.errors import ApiError
@@ -54,7 +53,7 @@ class Call:
 
     method: str
     target: str
-    headers: CIMultiDict[str]
+    headers: TextHeaders
     body: bytes | None
     route: RouteRequest
 

@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Self
 
 import aiohttp
-from multidict import CIMultiDict
 from yarl import URL
 
 from jaxserve.router.settings import ProxySettings
@@ -34,14 +33,14 @@ _OF_UVICORN = frozenset((b"date", b"server"))
 """uvicorn puts its own into every answer."""
 
 Headers = Iterable[tuple[bytes, bytes]]
+TextHeaders = list[tuple[str, str]]
 
 
-def request_headers(headers: Headers) -> CIMultiDict[str]:
+def request_headers(headers: Headers) -> TextHeaders:
     """What of a client's headers goes to the replica."""
-    found: CIMultiDict[str] = CIMultiDict()
-    for name, value in _end_to_end(list(headers), _FOR_THE_ROUTER):
-        found.add(name.decode("latin-1"), value.decode("latin-1"))
-    return found
+    return [
+        (name.decode("latin-1"), value.decode("latin-1")) for name, value in _end_to_end(list(headers), _FOR_THE_ROUTER)
+    ]
 
 
 def response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
@@ -82,7 +81,7 @@ class Upstream:
         await self._session.close()
 
     async def open(
-        self, url: str, method: str, headers: CIMultiDict[str], body: bytes | None = None
+        self, url: str, method: str, headers: TextHeaders, body: bytes | None = None
     ) -> aiohttp.ClientResponse:
         """Sends a request; its answer once the head is there. Redirects are answers.
 
