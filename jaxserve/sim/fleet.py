@@ -21,6 +21,7 @@ from typing import Any
 from jaxserve.config import SchedulerConfig
 from jaxserve.routing import ReplicaChooser, RouteRequest, RoutingSettings, keys_of_tokens, scope_root
 from jaxserve.sim.cost_model import CostModel
+from jaxserve.sim.report import Objectives, figures
 from jaxserve.sim.request_log import RequestLog
 from jaxserve.sim.simulator import MAX_ITERATIONS, SimulationResult, Simulator, Totals
 from jaxserve.sim.source import Arrival, Source
@@ -32,7 +33,7 @@ class FleetResult:
     """What a run left.
 
     Attributes:
-      whole: log of all requests; totals summed, device time as the mean of a replica.
+      whole: log of all requests, totals summed.
       replicas: each one's, with the shared log.
       routed: requests given to each; choices: how many for which reason.
     """
@@ -163,10 +164,11 @@ class Fleet:
         return FleetResult(whole, results, routed, self._choices)
 
 
-def fleet_figures(result: FleetResult) -> dict[str, Any]:
-    """What a fleet adds to the figures of its requests, JSON-able."""
-    prompt = sum(result.whole.log.num_prompt)
-    return {
+def fleet_figures(result: FleetResult, objectives: Objectives) -> dict[str, Any]:
+    """The figures of all requests, as of one run, and those of the fleet; JSON-able. Shares are means over replicas."""
+    found, prompt = figures(result.whole, objectives), sum(result.whole.log.num_prompt)
+    return found | {
+        "busy_share": found["busy_share"] and found["busy_share"] / len(result.replicas),
         "num_replicas": len(result.replicas),
         "requests_routed": result.routed,
         "choices": result.choices,
@@ -185,7 +187,7 @@ def _summed(totals: list[Totals]) -> Totals:
         ):
             for name, count in of.items():
                 by_class[name] = by_class.get(name, 0) + count
-        whole.busy_s += each.busy_s / len(totals)
+        whole.busy_s += each.busy_s
         whole.ended_at = max(whole.ended_at, each.ended_at)
     return whole
 

@@ -98,7 +98,7 @@ class WorkloadCommand:
             routing=self._routing,
             max_iterations=flags.iteration_limit or MAX_ITERATIONS,
         ).run()
-        return figures(result.whole, self.objectives) | fleet_figures(result)
+        return fleet_figures(result, self.objectives)
 
     def settings(self) -> dict[str, Any]:
         """What was asked for, for the output."""

@@ -77,6 +77,8 @@ def test_every_request_ends_once_and_replicas_run_at_the_same_time():
     # 4 requests on 2 slots twice over: what one replica does in turns two do side by side.
     one = figures(fleet([arrival(number, 0.0) for number in range(8)], num_replicas=1).whole, Objectives())
     assert whole["duration_s"] == one["duration_s"] / 2
+    shares = fleet_figures(result, Objectives())
+    assert shares["busy_share"] == shares["slot_utilisation"] == 1.0 and shares["mean_iteration_s"] == 1.0
 
 
 def test_a_choice_knows_what_ended_before_and_not_what_ends_later():
@@ -99,7 +101,7 @@ def test_a_batch_that_is_held_back_goes_with_a_late_arrival_that_fills_it():
 
 def test_prefixes_are_found_more_often_where_they_are_looked_for():
     shares = {
-        policy: fleet_figures(fleet(workload().source(), num_replicas=4, policy=policy))["cached_share"]
+        policy: fleet_figures(fleet(workload().source(), num_replicas=4, policy=policy), Objectives())["cached_share"]
         for policy in ("cache_aware", "round_robin")
     }
     assert shares["cache_aware"] > shares["round_robin"] + 0.05
@@ -107,8 +109,7 @@ def test_prefixes_are_found_more_often_where_they_are_looked_for():
 
 def test_the_same_workload_gives_the_same_result():
     one, other = (fleet(workload().source(), num_replicas=3) for _ in range(2))
-    assert figures(one.whole, Objectives()) == figures(other.whole, Objectives())
-    assert fleet_figures(one) == fleet_figures(other)
+    assert fleet_figures(one, Objectives()) == fleet_figures(other, Objectives())
 
 
 def test_refused_requests_are_no_load():
