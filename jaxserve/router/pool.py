@@ -37,6 +37,7 @@ class Replica:
       reported: what it last said of its load.
       probe_now: set to have it probed at once.
       changed_at: when it last entered or left rotation, monotonic.
+      waits: of requests there that the client has no byte of.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Replica:
     reported: dict[str, Any] = field(default_factory=dict)
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     changed_at: float = field(default_factory=time.monotonic)
+    waits: set[asyncio.Timeout] = field(default_factory=set)
 
 
 class ReplicaPool:
@@ -133,12 +135,21 @@ class ReplicaPool:
             replica.breaker.probe_succeeded(time.monotonic())
 
     def unanswered(self, replica: Replica, error: BaseException) -> None:
-        """A probe got no answer."""
+        """A probe got no answer.
+
+        Requests that wait for a replica which is out of rotation for that are ended, to be given to another: a process
+        that hangs closes no connection.
+        """
         with self._change(replica):
             if refused(error):
                 replica.breaker.gone("nothing listens there")
             else:
                 replica.breaker.probe_failed(f"probes got no answer: {cause(error)}")
+        if replica.breaker.state is BreakerState.DOWN:
+            now = asyncio.get_running_loop().time()
+            for wait in replica.waits:
+                wait.reschedule(now)
+            replica.waits.clear()
 
     def tells(self, replica: Replica, *, models: Collection[str], load: dict[str, Any]) -> None:
         """What it serves and how loaded it is, where it told."""

@@ -140,13 +140,17 @@ class ProxiedResponse(Response):
         call = self._call
         with self._pool.lent(replica, call.route):
             try:
-                async with await self._upstream.open(
-                    replica.url + call.target, call.method, call.headers, call.body
-                ) as answer:
-                    return await self._relay(replica, answer, send)
+                async with asyncio.timeout(None) as wait:
+                    replica.waits.add(wait)
+                    async with await self._upstream.open(
+                        replica.url + call.target, call.method, call.headers, call.body
+                    ) as answer:
+                        return await self._relay(replica, answer, wait, send)
             except FAILURES as error:
                 self._pool.failed(replica, error)
                 lost = _lost(replica, error, self._started)
+            finally:
+                replica.waits.discard(wait)
         if not self._started:
             return _Held("lost", error_response(lost))
         log.warning("an answer of replica %s broke off: %s", replica.name, cause(lost))
@@ -154,7 +158,9 @@ class ProxiedResponse(Response):
         await self._fail(lost, scope, receive, send)
         return None
 
-    async def _relay(self, replica: Replica, answer: aiohttp.ClientResponse, send: Send) -> _Held | None:
+    async def _relay(
+        self, replica: Replica, answer: aiohttp.ClientResponse, wait: asyncio.Timeout, send: Send
+    ) -> _Held | None:
         self._pool.metrics.requests.labels(replica.name, str(answer.status)).inc()
         if answer.status in (OVERLOADED, UNAVAILABLE):
             response = _copy(answer, b"".join([piece async for piece in _pieces(answer)]))
@@ -167,6 +173,7 @@ class ProxiedResponse(Response):
         start: Message = {"type": "http.response.start", "status": answer.status, "headers": _headers(answer)}
         async for piece in self._events(answer) if self._is_stream else _pieces(answer):
             if not self._started:
+                replica.waits.discard(wait)
                 await self._start(replica, answer, start, send)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         if not self._started:  # an empty body

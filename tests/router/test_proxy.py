@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from dataclasses import replace
 
 import httpx
@@ -267,6 +268,64 @@ def test_a_silent_replica_is_given_up(make_replica, make_router):
     router = make_router(make_replica(silent), settings=RouterSettings(proxy=ProxySettings(replica_timeout_s=0.2)))
     with router.client() as client:
         assert error_of(client.post("/v1/completions", json=BODY), 503)["code"] == "replica_lost"
+
+
+def test_requests_that_wait_for_a_hanging_replica_are_given_to_another(make_replica, make_router):
+    async def hangs(exchange):
+        hanging.hangs = True
+        await asyncio.sleep(30)
+
+    hanging, other = make_replica(hangs), make_replica()
+    settings = replace(
+        ROUND_ROBIN,
+        health=HealthSettings(interval_s=0.05, timeout_s=0.1),
+        breaker=BreakerSettings(probe_failure_threshold=2),
+    )
+    router = make_router(hanging, other, settings=settings)
+    with router.client() as client:
+        assert client.post("/v1/completions", json=BODY, timeout=10).content == 3 * EVENT + DONE
+    assert len(hanging.seen) == len(other.seen) == 1
+    assert "probes got no answer" in router.call(lambda: router.pool.replicas[0].breaker.reason)
+
+
+def test_a_stream_that_has_begun_outlasts_unanswered_probes(make_replica, make_router):
+    async def slow(exchange):
+        await exchange.begin_stream()
+        await exchange.chunk(EVENT)
+        replica.hangs = True
+        await asyncio.to_thread(router.until_up, 0)
+        await exchange.chunk(DONE)
+        await exchange.end_stream()
+
+    replica = make_replica(slow)
+    settings = RouterSettings(
+        health=HealthSettings(interval_s=0.05, timeout_s=0.1), breaker=BreakerSettings(probe_failure_threshold=2)
+    )
+    router = make_router(replica, settings=settings)
+    with router.client() as client:
+        assert client.post("/v1/completions", json=BODY).content == EVENT + DONE
+
+
+def test_a_slow_reader_holds_its_replica_back_and_not_the_router_s_memory(make_replica, make_router):
+    sent = 0
+
+    async def floods(exchange):
+        nonlocal sent
+        await exchange.begin_stream()
+        while True:
+            await exchange.chunk(b"data: " + b"x" * 100_000 + b"\n\n")
+            sent += 100_000
+
+    router = make_router(make_replica(floods))
+    with socket.create_connection(("127.0.0.1", router.port)) as connection:
+        connection.sendall(raw_request("/v1/completions", BODY))
+        before = -1
+        while sent != before:
+            before = sent
+            time.sleep(0.5)
+        assert 0 < sent < 32 << 20
+        with router.client() as client:
+            assert client.get("/health").status_code == 200
 
 
 def test_bodies_are_bounded_and_must_be_json_by_their_type(make_replica, make_router):

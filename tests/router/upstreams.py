@@ -74,7 +74,7 @@ class ScriptedReplica:
     Attributes:
       script: set it before a request.
       seen: the requests, probes left out.
-      ready: what /ready says.
+      ready: what /ready says; hangs: it says nothing.
       models, load: what it tells.
       gone: clients that closed their connection while the script waited with `until_gone`.
     """
@@ -83,6 +83,7 @@ class ScriptedReplica:
         self.script: Script = script or self.stream
         self.seen: list[Exchange] = []
         self.ready, self.models, self.load = True, ["m"], 0
+        self.hangs = False
         self.gone = threading.Event()
         self._open: set[asyncio.StreamWriter] = set()
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -157,6 +158,8 @@ class ScriptedReplica:
 
     async def _answer(self, exchange: Exchange) -> None:
         if exchange.path == "/ready":
+            while self.hangs:
+                await asyncio.sleep(0.05)
             status = "200 OK" if self.ready else "503 Service Unavailable"
             await exchange.answer(b'{"state": "%s"}' % (b"ready" if self.ready else b"warming up"), status)
         elif exchange.path == "/v1/models":
