@@ -228,9 +228,6 @@ def test_any_life_is_deterministic_bounded_and_never_chooses_who_is_away(policy,
 def test_work_per_request_does_not_grow_with_what_is_remembered(monkeypatch):
     lookups = 0
 
-    class Counting(dict):
-        pass
-
     of = chooser(2)
     table = of._replicas[0].table
     original = type(table).match
