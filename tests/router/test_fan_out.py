@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.router.test_proxy import BODY, refuse
+from tests.router.scripts import BODY, refuse
 from tests.server.running import error_of, until
 
 
@@ -73,9 +73,21 @@ def test_an_emptied_prefix_cache_is_forgotten(make_replica, make_router):
         assert router.metric("cache_table_blocks", replica=replicas[0].name) == 0
 
 
-def test_a_list_that_nobody_gives_is_the_first_one_s_refusal(make_replica, make_router):
+def test_without_replicas_a_list_is_503(make_replica, make_router):
     replica = make_replica()
     router = make_router(replica)
+    replica.ready = False
+    router.until_up(0)
     with router.client() as client:
-        router.call(lambda: router.pool.unready(router.pool.replicas[0], "test"))
         assert error_of(client.get("/v1/models"), 503)["code"] == "no_replica"
+
+
+def test_a_list_that_every_replica_refuses_is_the_first_one_s_refusal(make_replica, make_router):
+    replicas = [make_replica(), make_replica()]
+    router = make_router(*replicas)
+    for each in replicas:
+        each.lists = "401 Unauthorized"
+    with router.client() as client:
+        for path in ("/v1/models", "/v1/models/m"):
+            answer = client.get(path)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (401, "no")

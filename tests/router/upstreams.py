@@ -75,7 +75,7 @@ class ScriptedReplica:
       script: set it before a request.
       seen: the requests, probes left out.
       ready: what /ready says; hangs: it says nothing.
-      models, load: what it tells.
+      models, load: what it tells; lists: the status of its list of models.
       gone: clients that closed their connection while the script waited with `until_gone`.
     """
 
@@ -84,6 +84,7 @@ class ScriptedReplica:
         self.seen: list[Exchange] = []
         self.ready, self.models, self.load = True, ["m"], 0
         self.hangs = False
+        self.lists = "200 OK"
         self.gone = threading.Event()
         self._open: set[asyncio.StreamWriter] = set()
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -162,6 +163,8 @@ class ScriptedReplica:
                 await asyncio.sleep(0.05)
             status = "200 OK" if self.ready else "503 Service Unavailable"
             await exchange.answer(b'{"state": "%s"}' % (b"ready" if self.ready else b"warming up"), status)
+        elif exchange.path.startswith("/v1/models") and self.lists != "200 OK":
+            await exchange.answer(b'{"error": {"message": "no"}}', self.lists)
         elif exchange.path == "/v1/models":
             cards = ",".join(f'{{"id": "{name}", "object": "model"}}' for name in self.models)
             await exchange.answer(f'{{"object": "list", "data": [{cards}]}}'.encode())
