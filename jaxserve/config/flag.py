@@ -28,6 +28,9 @@ class Flag:
     commands: frozenset[str]
 
 
-def flags_for(command: str, heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]) -> list[Flag]:
-    """Flags under a heading of one command, each as name, parser, default and help."""
-    return [Flag(name, heading, parser, text, default, frozenset({command})) for name, parser, default, text in flags]
+def flags_for(
+    commands: str | frozenset[str], heading: str, *flags: tuple[str, ArgumentParser[Any], Any, str]
+) -> list[Flag]:
+    """Flags under a heading of one command, or of several, each as name, parser, default and help."""
+    takers = frozenset({commands}) if isinstance(commands, str) else commands
+    return [Flag(name, heading, parser, text, default, takers) for name, parser, default, text in flags]

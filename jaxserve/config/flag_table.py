@@ -24,18 +24,18 @@ from jaxserve.config.engine_config import (
 )
 from jaxserve.config.flag import Flag, flags_for
 from jaxserve.config.flag_parsers import (
-    ApiKeyFileParser,
     ChoiceParser,
     FloatParser,
     IntParser,
     ListParser,
-    OriginParser,
     RepeatedParser,
     ServiceClassParser,
     TextParser,
 )
+from jaxserve.config.front_flags import FRONT_OPERATION_FLAGS, SERVER_NETWORK_FLAGS
 from jaxserve.config.plan_flags import PLAN_FLAGS, PLANNED
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
+from jaxserve.config.router_flags import ROUTER_FLAGS, ROUTING_FLAGS
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER, TOOL_CALL_PARSERS
 
 ENGINE_COMMANDS = frozenset({"server", "batch"})
@@ -52,13 +52,10 @@ SIMULATED = frozenset(field.name for field in fields(SchedulerConfig)) | {
 COST_MODELS = ("unit", "linear", "roofline")
 CHIPS = ("v5e", "v5p", "v6e", "h100", "h200")
 
-LOG_FORMATS = ("text", "json")
-
 
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _INT, _FLOAT, _TEXT, _BOOL = IntParser(), FloatParser(), TextParser(), BooleanParser()
 _COUNT, _COUNTS = IntParser(low=1), ListParser(IntParser(low=1))
-_PORT = IntParser(0, 65535)
 
 
 def _commands_of(name: str) -> frozenset[str]:
@@ -102,6 +99,7 @@ def _scheduler_only(*flags: tuple[str, ArgumentParser[Any], str]) -> list[Flag]:
 FLAGS: tuple[Flag, ...] = (
     *BATCH_FLAGS,
     *PLAN_FLAGS,
+    *ROUTER_FLAGS,
     *_simulate(
         "Simulation",
         ("scenario", _TEXT, None, "scenario file: requests by iteration, and the trace they should give"),
@@ -146,6 +144,11 @@ FLAGS: tuple[Flag, ...] = (
             "try each value of a scheduler flag, as prefill_chunk=128,256,512; given several times, all combinations;"
             " with find_rate the highest rate of each",
         ),
+    ),
+    *_simulate(
+        "Replicas",
+        ("num_replicas", _COUNT, 1, "replicas of the engine behind a router; figures are of all requests together"),
+        *ROUTING_FLAGS,
     ),
     *flags_for(
         "fit_cost_model",
@@ -292,29 +295,7 @@ FLAGS: tuple[Flag, ...] = (
         ("table_width_buckets", _COUNTS, "page-table widths to compile, in pages; default: chosen"),
         ("compile_cache", _TEXT, "folder of compiled programs; empty: none; default: under the cache folder"),
     ),
-    *_server(
-        "Network",
-        ("host", _TEXT, "127.0.0.1", "address to listen on"),
-        ("http_port", _PORT, 8000, "0: any free port"),
-        ("grpc_port", _PORT, 9000, "0: any free port"),
-        ("api_key", _TEXT, None, "key that clients must send as bearer token; better given as JAXSERVE_API_KEY"),
-        (
-            "api_key_file",
-            ApiKeyFileParser(),
-            (),
-            "file with a key a line, as key or tenant:key; a tenant's key makes its requests that tenant's",
-        ),
-        ("guard_probes", _BOOL, False, "health, readiness, version and metrics need a key too"),
-        ("ssl_certfile", _TEXT, None, "certificate chain (PEM): HTTP and gRPC are served over TLS"),
-        ("ssl_keyfile", _TEXT, None, "private key (PEM) of ssl_certfile, without a passphrase"),
-        (
-            "allowed_origins",
-            ListParser(OriginParser()),
-            (),
-            "origins whose web pages may read answers (CORS), or *; default: none",
-        ),
-        ("max_body_bytes", _COUNT, 8 << 20, "largest request body"),
-    ),
+    *SERVER_NETWORK_FLAGS,
     Flag(
         "tool_call_parser",
         "Tools",
@@ -323,13 +304,11 @@ FLAGS: tuple[Flag, ...] = (
         AUTO_TOOL_CALL_PARSER,
         ENGINE_COMMANDS,
     ),
+    *FRONT_OPERATION_FLAGS,
     *_server(
         "Operation",
-        ("drain_grace_s", FloatParser(low=0), 30.0, "seconds that open requests get to end after SIGTERM"),
         ("metrics_compat", ChoiceParser(("", "vllm")), "", "vllm: also export metrics under vLLM's names"),
         ("profile_dir", _TEXT, "", "folder for the traces of POST /start_profile; empty: profiling is refused"),
-        ("log_level", ChoiceParser(LOG_LEVELS), "info", "least level that is logged"),
-        ("log_format", ChoiceParser(LOG_FORMATS), "text", "json: one object a line for every log record"),
         ("stats_interval_s", FloatParser(low=0), 10.0, "seconds between stats lines while requests run; 0: none"),
         ("log_requests", _BOOL, False, "log a line per ended request: counts, times, finish reason, status"),
         ("log_prompts", _BOOL, False, "log_requests with the prompts' texts, cut to max_log_len"),
@@ -337,7 +316,6 @@ FLAGS: tuple[Flag, ...] = (
         ("trace_buffer", IntParser(low=0), 1000, "iterations kept in memory for GET /debug/trace; 0: none"),
         ("enable_playground", _BOOL, True, "serve the playground, a page to try the model, at /"),
         ("otlp_endpoint", _TEXT, None, "OTLP/HTTP collector that gets a span per request; needs the otel extra"),
-        ("print_config", _BOOL, False, "print the settings as a flagfile, or as JSON under log_format json, and exit"),
         ("dry_run", _BOOL, False, "print the memory plan, without loading weights or serving, and exit"),
     ),
     *_engine(

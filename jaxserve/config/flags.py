@@ -26,9 +26,11 @@ from jaxserve.config.engine_config import EngineConfig
 from jaxserve.config.flag import Flag
 from jaxserve.config.flag_parsers import RepeatedParser
 from jaxserve.config.flag_table import FLAGS
+from jaxserve.config.routing_config import RoutingSettings
 
 SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
+    "router": "Spreads requests over several servers, by what each has cached and how loaded it is; HTTP only.",
     "batch": "Answers a file of requests in OpenAI's batch format; a rerun goes on where the last run stopped.",
     "bench": "Measures speed. WHAT is the first argument: offline, serve, compare, compare_modes, machine,"
     " decode_ratio, startup, scheduler, simulation, preemption, structured, sse, buckets,"
@@ -44,6 +46,7 @@ SUMMARIES = {
 }
 USAGES = {
     "server": "python -m jaxserve.server",
+    "router": "python -m jaxserve.router",
     "batch": "python -m jaxserve.batch",
     "bench": "python -m jaxserve.bench WHAT",
     "replay": "python -m jaxserve.replay",
@@ -105,6 +108,19 @@ def engine_config_from_flags(values: absl_flags.FlagValues) -> EngineConfig:
         return EngineConfig(**settings)
     except ValueError as error:
         exit_with(f"--{error}")
+
+
+def routing_settings_from_flags(values: absl_flags.FlagValues) -> RoutingSettings:
+    """How a router chooses, of `router` and `simulate`.
+
+    Raises:
+      ValueError: settings that break a rule, which it names.
+    """
+    names = {"policy": "routing_policy"}
+    settings: dict[str, Any] = {
+        field.name: values[names.get(field.name, field.name)].value for field in fields(RoutingSettings)
+    }
+    return RoutingSettings(**settings)
 
 
 def exit_with(message: str) -> NoReturn:

@@ -17,7 +17,7 @@ from jaxserve.config.flag_parsers import FromFile, RepeatedParser
 from jaxserve.config.flags import flags_of
 
 _QUESTIONS = frozenset(("print_config", "dry_run"))
-_SECRETS = frozenset(("api_key",))
+_SECRETS = frozenset(("api_key", "replica_api_key"))
 
 
 def settings_as_flagfile(command: str, values: absl_flags.FlagValues) -> str:

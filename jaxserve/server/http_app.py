@@ -24,7 +24,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,10 +32,12 @@ from jaxserve.server.answering import answer, answer_with
 from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing
 from jaxserve.server.chat import create_chat_completion
 from jaxserve.server.completions import create_completion
+from jaxserve.server.cors import add_cors
 from jaxserve.server.debug_routes import add_debug_routes
 from jaxserve.server.description import ERRORS, answers, describe_keys, parameters, takes
 from jaxserve.server.engine_api import EngineApi
-from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.errors import ApiError
+from jaxserve.server.http_errors import http_exception, unexpected
 from jaxserve.server.json_body import error_response
 from jaxserve.server.lora_routes import add_lora_routes
 from jaxserve.server.operator_routes import add_operator_routes, add_probes
@@ -71,8 +72,8 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
         docs_url=None,
         redoc_url=None,
     )
-    app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_exception_handler(HTTPException, http_exception)
+    app.add_exception_handler(Exception, unexpected)
     _add_generation(app, own_service, settings.max_body_bytes)
     add_response_routes(app, own_service, settings.max_body_bytes)
     _add_models(app, own_service)
@@ -91,14 +92,7 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
         app.add_middleware(ApiKeyGuard, keys=KeyRing(settings.api_keys), open_paths=open_paths)
         describe_keys(app, open_paths)
     if settings.allowed_origins:
-        # Outermost: a browser's preflight request has no key, and a refusal must be readable too.
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
-        )
+        add_cors(app, settings.allowed_origins)
     return app
 
 
@@ -157,21 +151,3 @@ def _add_models(app: FastAPI, service: GenerationService) -> None:
     @app.get("/v1/models/{model:path}", **parameters(("model", "path", {"type": "string"})), **answers("id", "object"))
     async def model(request: Request) -> Response:
         return answer_with(lambda: card(request.path_params["model"]))
-
-
-async def _http_exception(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, HTTPException), f"handler is for HTTPException, got {type(exc)}"
-    path = request.url.path[:200]
-    if exc.status_code == 404:
-        return error_response(ApiError("not_found", f"there is no path {path!r}", code="path_not_found"))
-    if exc.status_code != 405:
-        return error_response(ApiError("invalid", str(exc.detail)))
-    allowed = (exc.headers or {}).get("Allow", "")
-    message = f"{request.method} is not allowed on {path!r}; use {allowed}"
-    response = error_response(ApiError("method_not_allowed", message, code="method_not_allowed"))
-    response.headers["Allow"] = allowed
-    return response
-
-
-async def _unexpected(_: Request, exc: Exception) -> Response:
-    return error_response(to_api_error(exc))

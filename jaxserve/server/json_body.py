@@ -46,6 +46,25 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
     Raises:
       ApiError: 400, 408, 413 or 415.
     """
+    body = await read_body(request, limit)
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise ApiError("invalid", f"the request body is not valid JSON: {exc}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError("invalid", f"the request body must be a JSON object; got {_json_type(value)}")
+    return value
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The bytes of a body that says it is JSON.
+
+    Args:
+      limit: most bytes of a body; refused while reading, before more is held.
+
+    Raises:
+      ApiError: 400, 408, 413 or 415.
+    """
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     # Other types are what a foreign web page can post without asking the browser for permission.
     if media != "application/json" and not media.endswith("+json"):
@@ -54,16 +73,9 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
         raise ApiError("unsupported_media", "compressed request bodies are not supported; send the JSON as it is")
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await _read(request, limit)
+            return await _read(request, limit)
     except TimeoutError:
         raise ApiError("request_timeout", f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as exc:
-        raise ApiError("invalid", f"the request body is not valid JSON: {exc}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise ApiError("invalid", f"the request body must be a JSON object; got {_json_type(value)}")
-    return value
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import threading
 from dataclasses import dataclass, field
 
@@ -24,6 +23,7 @@ from jaxserve.server.console import StartupDisplay
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
 from jaxserve.server.http_app import build_app
+from jaxserve.server.listening import HttpServer, address, bind
 from jaxserve.server.process import flush_and_exit, wait_until_ready
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
@@ -54,13 +54,6 @@ class ServerSettings:
     http: HttpSettings = field(default_factory=HttpSettings)
     tls: TlsFiles | None = None
     tool_call_parser: str = AUTO_TOOL_CALL_PARSER
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handlers: signals are the launcher's."""
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._serve(sockets)
 
 
 class Launcher:
@@ -94,7 +87,7 @@ class Launcher:
             return 1
         self._catch_signals()
         self._engine.start()
-        http_server = _HttpServer(
+        http_server = HttpServer(
             uvicorn.Config(
                 build_app(self._engine, settings.http, service),
                 log_config=None,  # its records go where all others go
@@ -145,24 +138,3 @@ class Launcher:
         if any(thread.name == "engine" for thread in threading.enumerate()):
             flush_and_exit(0)
         return 0
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
-
-    Raises:
-      OSError: saying which address and what to do.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        message = (
-            f"HTTP cannot listen on {address(host, port)}: {os.strerror(error.errno or 0)}; set --http_port or --host"
-        )
-        raise OSError(message) from error
-
-
-def address(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

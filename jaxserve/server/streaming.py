@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.core import RequestOutput
+from jaxserve.server.disconnects import disconnected
 from jaxserve.server.engine_api import Delta, StreamApi
 from jaxserve.server.json_body import JsonResponse
 from jaxserve.server.service import cancel_all
@@ -75,7 +76,7 @@ class EventStreamResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the response."""
         sender = asyncio.create_task(self._send_all(send))
-        watcher = asyncio.create_task(_disconnected(receive))
+        watcher = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -123,7 +124,7 @@ async def collect_all(request: Request, streams: Sequence[StreamApi]) -> list[Re
       EngineDeadError, RequestFailedError: of the first that failed, after aborting the others.
     """
     work = asyncio.create_task(collect(streams))
-    watcher = asyncio.create_task(_disconnected(request.receive))
+    watcher = asyncio.create_task(disconnected(request.receive))
     try:
         await asyncio.wait((work, watcher), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -170,9 +171,3 @@ async def merge(streams: Sequence[StreamApi]) -> AsyncIterator[tuple[int, Delta]
         for task in pumps:
             task.cancel()
         await asyncio.wait(pumps)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Returns once the client's connection is closed."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

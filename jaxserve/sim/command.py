@@ -37,6 +37,11 @@ def run_workload(flags: FlagValues) -> dict[str, Any]:
         print("\n".join(document["cost"]) + "\n")
     if flags.sweep or flags.sweep_rates or flags.find_rate:
         return document | run_sweep(command, flags)
+    if command.is_fleet:
+        document["figures"] = command.figures(config)
+        console.print_run(command.workload.name, document["figures"])
+        console.print_fleet(document["figures"])
+        return document
     result = command.run(command.workload, config)
     document["figures"] = figures(result, command.objectives)
     console.print_run(command.workload.name, document["figures"])

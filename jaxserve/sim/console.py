@@ -56,6 +56,13 @@ def print_run(title: str, figures: dict[str, Any]) -> None:
         console.print("rejected: " + ", ".join(f"{count} {reason}" for reason, count in reasons.items()))
 
 
+def print_fleet(figures: dict[str, Any]) -> None:
+    """What the router of several replicas did, behind `print_run`."""
+    routed = ", ".join(str(count) for count in figures["requests_routed"])
+    choices = ", ".join(f"{count} {reason}" for reason, count in sorted(figures["choices"].items()))
+    print(f"replicas: {routed} requests; {choices}; cached {_shown(figures['cached_share'], '.1%')} of prompt tokens")
+
+
 def print_sweep(title: str, names: Sequence[str], points: Sequence[dict[str, Any]]) -> None:
     """A sweep: one row per point, which begins with its values of `names`."""
     table = _table(title, [*names, *(heading for _, heading, _ in _SWEEP)])

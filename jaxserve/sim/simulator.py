@@ -16,7 +16,7 @@ random or reads a clock: the same arguments give the same result.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf, nextafter
 from typing import Any
@@ -96,6 +96,8 @@ class Simulator:
       max_iterations: after which it stops, whoever is live.
       keep_ids: keep the requests' ids in the log.
       on_plan: called with every plan that runs.
+      on_end: called with the id of every request that ends or is refused.
+      log: shared with other simulators; None: its own.
     """
 
     def __init__(
@@ -108,9 +110,12 @@ class Simulator:
         max_iterations: int = MAX_ITERATIONS,
         keep_ids: bool = False,
         on_plan: Callable[[StepPlan], None] | None = None,
+        on_end: Callable[[str], None] | None = None,
+        log: RequestLog | None = None,
     ) -> None:
         self.scheduler = Scheduler(config, trace=trace)
         self._on_plan = on_plan
+        self._on_end = on_end
         self._cost_model = cost_model
         self._source = source
         self._max_iterations = max_iterations
@@ -120,48 +125,65 @@ class Simulator:
         self._flights: deque[tuple[StepPlan, tuple[int, ...], float]] = deque()
         self._device_free_at = 0.0
         self._now = 0.0
-        self._result = SimulationResult(config, log=RequestLog(keep_ids=keep_ids))
+        self._result = SimulationResult(config, log=RequestLog(keep_ids=keep_ids) if log is None else log)
 
     def run(self) -> SimulationResult:
         """Simulates until no request is live or to come, or until the limit."""
+        for instant in self.turns():
+            if instant is None:
+                break
+        return self.result()
+
+    def turns(self) -> Iterator[float | None]:
+        """The same in pieces, for who has several on one clock.
+
+        Yields:
+          The instant of what happens next, before it does: the source may still bring arrivals up to then. None:
+          nothing is left to do; what the source brings by the next turn is taken up.
+        """
         totals = self._result.totals
         self._add_arrivals(self._now)
-        while self._advance():
+        while True:
+            plan = self.scheduler.schedule(self._now)
+            self._end(self.scheduler.take_events())
+            if not plan.empty:
+                self._dispatch(plan)
+            elif not self._flights:
+                yield self._next_instant()
+                if (at := self._next_instant()) is not None:
+                    self._now = max(self._now, at)
+                    self._add_arrivals(self._now)
+                continue
+            keep = self._result.config.max_steps_ahead if not plan.empty else len(self._flights) - 1
+            while len(self._flights) > keep:
+                yield self._flights[0][2]
+                self._land(*self._flights.popleft())
+            self._add_arrivals(self._now)
             if totals.iterations >= self._max_iterations and (self._live or self._source.peek() is not None):
                 self._result.termination = ITERATION_LIMIT
-                break
+                return
+
+    @property
+    def working(self) -> bool:
+        """Whether a plan is on the device."""
+        return bool(self._flights)
+
+    def result(self) -> SimulationResult:
+        """What the run left, once it is over."""
         self.scheduler.flush_trace()
+        totals, counters = self._result.totals, self.scheduler.counters
         totals.ended_at = self._now
-        totals.recomputed_tokens = dict(self.scheduler.counters.recomputed_tokens_of)
-        totals.swapped_pages = dict(self.scheduler.counters.swapped_pages_of)
-        totals.cached_tokens = self.scheduler.counters.cached_tokens
-        totals.wasted_rows = self.scheduler.counters.wasted_rows
+        totals.recomputed_tokens = dict(counters.recomputed_tokens_of)
+        totals.swapped_pages = dict(counters.swapped_pages_of)
+        totals.cached_tokens = counters.cached_tokens
+        totals.wasted_rows = counters.wasted_rows
         for live in self._live.values():
             self._result.log.close(live)
         return self._result
 
-    def _advance(self) -> bool:
-        """One turn of the engine's loop; False when nothing is left to do."""
-        plan = self.scheduler.schedule(self._now)
-        self._end(self.scheduler.take_events())
-        if not plan.empty:
-            self._dispatch(plan)
-        elif not self._flights:
-            return self._jump()
-        keep = self._result.config.max_steps_ahead if not plan.empty else len(self._flights) - 1
-        while len(self._flights) > keep:
-            self._land(*self._flights.popleft())
-        self._add_arrivals(self._now)
-        return True
-
-    def _jump(self) -> bool:
-        """To the next instant at which there may be something to plan; False when there is none."""
-        instants = [at for at in (self._source.peek(), self._batch_ready_at()) if at is not None]
-        if not instants:
-            return False
-        self._now = max(self._now, min(instants))
-        self._add_arrivals(self._now)
-        return True
+    def _next_instant(self) -> float | None:
+        """When there may be something to plan again; None while nothing is known of."""
+        return min((at for at in (self._source.peek(), self._batch_ready_at()) if at is not None), default=None)
 
     def _batch_ready_at(self) -> float | None:
         """When a batch that is held back goes without being full; None when nobody waits."""
@@ -271,6 +293,7 @@ class Simulator:
             else:
                 self._result.log.refused(live, rejection.reason, self._now)
                 self._source.ended(self._now, rejection.retry_after_s)
+                self._tell_end(arrival.request.request_id)
 
     def _take_step(self, events: TokenEvents) -> None:
         """Tokens by column, then the ends."""
@@ -290,6 +313,11 @@ class Simulator:
             assert event.finish_reason is not None, f"{event.request_id} has not ended"
             live = self._just_ended[event.request_id] = self._live.pop(event.request_id)
             self._log_end(live, FinishReason(event.finish_reason))
+            self._tell_end(event.request_id)
+
+    def _tell_end(self, request_id: str) -> None:
+        if self._on_end:
+            self._on_end(request_id)
 
     def _log_end(self, live: LiveRequest, reason: FinishReason) -> None:
         if reason is FinishReason.DISPLACED:

@@ -8,9 +8,11 @@ from typing import Any
 from absl.flags import FlagValues
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.config.flags import routing_settings_from_flags
 from jaxserve.scheduler import TraceWriter
 from jaxserve.sim.cost_model import CostModel, LinearCost, StepFeatures, UnitCost
 from jaxserve.sim.fixed_workload import load_workload
+from jaxserve.sim.fleet import Fleet, fleet_figures
 from jaxserve.sim.report import Objectives, figures
 from jaxserve.sim.roofline import CHIPS, ModelShape, RooflineCost
 from jaxserve.sim.settings import scheduler_config
@@ -37,6 +39,12 @@ class WorkloadCommand:
             raise ValueError(f"trace_file and {sweeps[0]} are given; a trace is of one run")
         if not 0.0 < flags.slo_share <= 1.0:
             raise ValueError(f"slo_share is {flags.slo_share}; it must be in (0, 1]")
+        one_only = [name for name in ("trace_file", "plots") if flags[name].value and flags.num_replicas > 1]
+        if one_only:
+            raise ValueError(
+                f"{one_only[0]} and num_replicas are given; it is of one replica, leave one of the two out"
+            )
+        self._routing = routing_settings_from_flags(flags)
         self.objectives = Objectives(flags.slo_ttft_s, flags.slo_itl_s, flags.slo_tpot_s)
         self.workload = load_workload(flags.workload)
         if flags.rate is not None:
@@ -53,7 +61,7 @@ class WorkloadCommand:
         return scheduler_config(flags, max_model_len=self.workload.longest, num_pages=num_pages, changes=changes)
 
     def run(self, workload: Workload, config: SchedulerConfig) -> SimulationResult:
-        """One run."""
+        """One run of one replica."""
         flags = self._flags
         trace = TraceWriter(flags.trace_file, model="simulated", config=config) if flags.trace_file else None
         simulator = Simulator(
@@ -71,12 +79,34 @@ class WorkloadCommand:
     def figures(self, config: SchedulerConfig, rate: float | None = None) -> dict[str, Any]:
         """Of one run, at another rate where one is given."""
         workload = self.workload if rate is None else self.workload.at_rate(rate)
+        if self.is_fleet:
+            return self._fleet_figures(workload, config)
         return figures(self.run(workload, config), self.objectives)
+
+    @property
+    def is_fleet(self) -> bool:
+        """Whether several replicas are simulated."""
+        return int(self._flags.num_replicas) > 1
+
+    def _fleet_figures(self, workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
+        flags = self._flags
+        result = Fleet(
+            config,
+            self.cost_model,
+            workload.source(),
+            num_replicas=flags.num_replicas,
+            routing=self._routing,
+            max_iterations=flags.iteration_limit or MAX_ITERATIONS,
+        ).run()
+        return fleet_figures(result, self.objectives)
 
     def settings(self) -> dict[str, Any]:
         """What was asked for, for the output."""
         flags = self._flags
         names = ["workload", "rate", "cost_model", "cost_file"]
+        if self.is_fleet:
+            names += ["num_replicas", "routing_policy", "cache_threshold", "balance_abs_threshold"]
+            names += ["balance_rel_threshold", "cache_table_blocks"]
         if flags.cost_model == "roofline":
             names += ["chip", "model_config", "tensor_parallel_size", "dtype", "weight_bits", "kv_bits"]
             names += ["compute_efficiency", "memory_efficiency", "overhead_s", "host_bandwidth", "memory_fraction"]

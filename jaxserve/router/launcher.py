@@ -1,0 +1,186 @@
+"""Runs the router in one event loop, from binding its port to the last byte.
+
+    bind ─▶ serve (503) ─▶ a replica is ready ─▶ SIGTERM or SIGINT ─▶ drain ─▶ front ends ─▶ children end
+
+On the first signal new requests get 503 and open ones may finish within the grace period; what is left then ends with
+an error frame. Children are asked to end after that. A second signal ends all at once. If every child is given up, the
+router ends with status 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from jaxserve.router.app import RouterApp
+from jaxserve.router.children import KILL_AFTER_S, Children, ChildSettings
+from jaxserve.router.health import HealthChecker
+from jaxserve.router.metrics import RouterMetrics
+from jaxserve.router.pool import ReplicaPool
+from jaxserve.router.settings import RouterSettings
+from jaxserve.router.upstream import Upstream
+from jaxserve.server.errors import ApiError
+from jaxserve.server.listening import HttpServer, address, bind
+from jaxserve.server.tls import TlsFiles, uvicorn_options
+
+FLUSH_S = 5.0
+"""Time for the last bytes of answers to leave after draining."""
+_PERIOD_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """Where and how to serve.
+
+    Attributes:
+      host, http_port: 0 picks a free port.
+      drain_grace_s: seconds that open requests get after the first signal.
+      tls: None: plain text.
+    """
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    drain_grace_s: float = 30.0
+    tls: TlsFiles | None = None
+
+
+class RouterLauncher:
+    """One router process.
+
+    Args:
+      replicas: URLs of running servers, or how to start some.
+    """
+
+    def __init__(
+        self, front: FrontSettings, settings: RouterSettings, replicas: tuple[str, ...] | ChildSettings
+    ) -> None:
+        self._front = front
+        self._settings = settings
+        self._metrics = RouterMetrics()
+        self._children: Children | None = None
+        if isinstance(replicas, ChildSettings):
+            self._children = Children(replicas, self._child_ended)
+            replicas = self._children.urls
+        self._pool = ReplicaPool(replicas, settings, self._metrics)
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serves until a signal.
+
+        Returns:
+          The process's exit status.
+        """
+        front = self._front
+        try:
+            listening = bind(front.host, front.http_port)
+        except OSError as error:
+            _note(f"jaxserve: {error}")
+            return 1
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        async with Upstream(self._settings.proxy) as upstream:
+            app = RouterApp(self._pool, upstream, self._settings)
+            server = HttpServer(http_config(app.asgi, front.tls))
+            serving = asyncio.create_task(server.serve([listening]))
+            probing = asyncio.create_task(HealthChecker(self._pool, upstream, self._settings.health).run())
+            living = asyncio.create_task(self._keep_children())
+            host_port = address(front.host, listening.getsockname()[1])
+            await self._announce(host_port, living)
+            await self._until_stopped(living)
+            status = 1 if living.done() else 0
+            await self._drain(app)
+            server.should_exit = True
+            await serving
+            await _ended(probing)
+        if self._children is not None:
+            await self._children.stop(front.drain_grace_s + KILL_AFTER_S)
+        await _ended(living)
+        return status
+
+    async def _keep_children(self) -> None:
+        if self._children is None:
+            await asyncio.Event().wait()
+        else:
+            await self._children.run()
+            if not self._stop.is_set():
+                _note("jaxserve: every replica is given up; set --max_restarts, or see their logs above")
+
+    async def _announce(self, host_port: str, living: asyncio.Task[None]) -> None:
+        """Waits for a replica, then says where the router is."""
+        scheme = "http" if self._front.tls is None else "https"
+        _note(f"router at {scheme}://{host_port} before {len(self._pool.replicas)} replicas; it waits for the first")
+        while not self._pool.in_rotation:
+            if self._stop.is_set() or living.done():
+                return
+            await asyncio.sleep(_PERIOD_S)
+        print(f"jaxserve router ready http={host_port}", flush=True)
+
+    async def _until_stopped(self, living: asyncio.Task[None]) -> None:
+        stopped = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((stopped, living), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+
+    async def _drain(self, app: RouterApp) -> None:
+        self._pool.draining = True
+        grace_s = self._front.drain_grace_s
+        if app.active:
+            _note(f"stopping: open requests have {grace_s:g} s; a second signal ends now")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while app.active:
+                    await asyncio.sleep(_PERIOD_S)
+        if app.active:
+            _note("stopping: the grace period is over; what was left has been cut short")
+        message = "the router shut down before the request finished"
+        for answer in tuple(app.active):
+            answer.cut_short(ApiError("unavailable", message, code="draining", retry_after_s=5.0))
+
+    def _child_ended(self, number: int, how: str, again: bool) -> None:
+        replica = self._pool.replicas[number]
+        self._pool.unready(replica, f"its process ended with {how}")
+        if again:
+            self._metrics.restarts.labels(replica.name).inc()
+
+    def _signalled(self, number: int) -> None:
+        if self._stop.is_set():
+            if self._children is not None:
+                self._children.kill()
+            os._exit(128 + number)
+        self._stop.set()
+
+
+def http_config(app: ASGIApp, tls: TlsFiles | None = None) -> uvicorn.Config:
+    """How the router's HTTP is served.
+
+    By h11 even where httptools is installed, which would be a little faster: h11 bounds a head that is not complete
+    (64 KiB) and is strict about framing, as what stands before other servers must be.
+    """
+    return uvicorn.Config(
+        app,
+        http="h11",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=round(FLUSH_S),
+        **uvicorn_options(tls),
+    )
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Cancels a task and waits for it; what it raised comes out here."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

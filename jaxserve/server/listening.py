@@ -1,0 +1,36 @@
+"""Listening sockets, and uvicorn without its own signal handlers."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import uvicorn
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn whose signals are its caller's."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._serve(sockets)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+      OSError: saying which address and what to do.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        message = (
+            f"HTTP cannot listen on {address(host, port)}: {os.strerror(error.errno or 0)}; set --http_port or --host"
+        )
+        raise OSError(message) from error
+
+
+def address(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
