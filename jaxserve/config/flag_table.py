@@ -34,6 +34,7 @@ from jaxserve.config.flag_parsers import (
     ServiceClassParser,
     TextParser,
 )
+from jaxserve.config.hosts_flags import HOSTS_FLAGS
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER, TOOL_CALL_PARSERS
 
@@ -299,6 +300,7 @@ FLAGS: tuple[Flag, ...] = (
         ("table_width_buckets", _COUNTS, "page-table widths to compile, in pages; default: chosen"),
         ("compile_cache", _TEXT, "folder of compiled programs; empty: none; default: under the cache folder"),
     ),
+    *_engine("Several hosts", *HOSTS_FLAGS),
     *_server(
         "Network",
         ("host", _TEXT, "127.0.0.1", "address to listen on"),

@@ -6,13 +6,14 @@ from jaxserve.runtime.compile_counter import COMPILES
 from jaxserve.runtime.memory_plan import MemoryPlan
 from jaxserve.runtime.mesh import make_mesh
 from jaxserve.runtime.runner import ModelRunner
-from jaxserve.runtime.step_handles import RowScores, StepHandle, StepOutput
+from jaxserve.runtime.step_handles import PreparedStep, RowScores, StepHandle, StepOutput
 from jaxserve.runtime.weights_form import arrange_weights, keeps_packed, weight_dtype, weights_form
 
 __all__ = [
     "COMPILES",
     "MemoryPlan",
     "ModelRunner",
+    "PreparedStep",
     "RowScores",
     "StepHandle",
     "StepOutput",

@@ -20,7 +20,15 @@ from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.models import ModelConfig, group_layers, stored_rank, zero_lora
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout, attention_implementation
-from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, make_plan, num_host_pages
+from jaxserve.runtime.memory_plan import (
+    MemoryPlan,
+    bytes_on_a_device,
+    check_pages_fit,
+    free_bytes,
+    make_plan,
+    num_host_pages,
+    weights_bytes,
+)
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
 from jaxserve.runtime.slot_state import SlotRow, abstract_slot_state, join_state, slot_row, split_state
@@ -28,7 +36,6 @@ from jaxserve.runtime.step_handles import PreparedStep, StepHandle, StepOutput
 from jaxserve.runtime.steps import StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.tables import Bucket, BucketTable, TableBuilder
-from pallas_kernels.matmul import num_bytes
 
 
 class ModelRunner:
@@ -40,13 +47,20 @@ class ModelRunner:
       config: engine settings.
       max_model_len: resolved context length.
       mesh: devices.
+      free_bytes: of a device, that may be planned with; None: as `free_bytes` tells.
 
     Attributes:
       newest: a result of the program started last: not ready means that the device is busy.
     """
 
     def __init__(
-        self, model_config: ModelConfig, params: Any, config: EngineConfig, max_model_len: int, mesh: Mesh
+        self,
+        model_config: ModelConfig,
+        params: Any,
+        config: EngineConfig,
+        max_model_len: int,
+        mesh: Mesh,
+        free_bytes: int | None = None,
     ) -> None:
         model_config = replace(model_config, served_length=max_model_len)
         self._model_config = model_config
@@ -78,7 +92,7 @@ class ModelRunner:
             prefill=config.prefill_buckets,
             widths=config.table_width_buckets,
         )
-        self.memory_plan = self._plan_memory(shape)
+        self.memory_plan = self._plan_memory(shape, free_bytes)
         self.scheduler_config: SchedulerConfig = config.scheduler_config(
             max_model_len=max_model_len,
             num_pages=self.memory_plan.num_pages,
@@ -296,18 +310,14 @@ class ModelRunner:
         return StepHandle(plan, bucket, None, StepOutputs(tokens, None, None))
 
     def _place(self, slot: int, row: SlotRow) -> None:
-        where, row = jax.device_put((np.asarray(slot, np.int32), row), self._replicated)
+        where, row = self._programs.put((np.asarray(slot, np.int32), row))
         self._state = self._programs.place(self._state, where, row)
 
-    def _plan_memory(self, shape: SchedulerConfig) -> MemoryPlan:
+    def _plan_memory(self, shape: SchedulerConfig, free: int | None) -> MemoryPlan:
         config = self._config
         device = self._mesh.devices.flat[0]
-        weights = sum(_bytes_on_a_device(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(self._params))
-        free = available_bytes(device)
-        if device.platform == "cpu":
-            # Host "devices" share one memory, and the weights are in it already, unless they are shapes alone.
-            is_loaded = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self._params))
-            free = free // self._mesh.size + weights * is_loaded
+        weights = weights_bytes(self._params)
+        free = free_bytes(self._params, self._mesh) if free is None else free
         page_bytes = self._kv.bytes_on_a_device(1)
         state = abstract_slot_state(config.max_num_seqs, self._model_config.vocab_size)
         most_pages = config.max_num_seqs * shape.most_pages_per_seq + 1
@@ -330,7 +340,7 @@ class ModelRunner:
                 self.buckets.all()[-1], config.num_pages or guess, shape.max_steps_ahead
             )
             + 2 * SWAP_BLOCK * page_bytes * config.swaps,
-            state_bytes=sum(_bytes_on_a_device(x.shape, x.dtype, self._replicated) for x in state),
+            state_bytes=sum(bytes_on_a_device(x.shape, x.dtype, self._replicated) for x in state),
             page_bytes=page_bytes,
             page_size=config.page_size,
             num_pages=config.num_pages,
@@ -356,6 +366,3 @@ def _runs_of(tokens: np.ndarray, num_rows: int) -> StepResult:
     rows = tokens[:, :num_rows].T.tolist()
     return StepResult((), (), tuple(tuple(row[:count]) for row, count in zip(rows, counts, strict=True)))
 
-
-def _bytes_on_a_device(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
-    return num_bytes(sharding.shard_shape(shape), dtype)
