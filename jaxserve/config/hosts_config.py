@@ -16,7 +16,8 @@ HOST_TOKEN_VARIABLE = "JAXSERVE_HOST_TOKEN"
 MIN_TOKEN_CHARS = 16
 LOCAL_SETTINGS = frozenset(
     {
-        *("process_id", "host_token_file", "model", "tokenizer", "chat_template", "skip_tokenizer_init"),
+        *("process_id", "coordinator_address", "control_address", "distributed", "num_processes"),
+        *("host_token_file", "host_timeout_s", "model", "tokenizer", "chat_template", "skip_tokenizer_init"),
         *("served_model_name", "seed", "compile_cache", "trace_file", "lora_modules", "service_classes"),
         *("max_queue_requests", "max_queue_tokens", "max_grammar_bytes"),
     }

@@ -8,8 +8,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -23,14 +22,18 @@ from jaxserve.runtime import ModelRunner
 
 
 def given(config: EngineConfig, checkpoint: str) -> dict[str, Any]:
-    """What a process is given: by name, as text.
+    """What a process is given: by name, as JSON has it.
 
     Args:
       checkpoint: its fingerprint.
     """
     names = [field.name for field in fields(config) if field.name not in LOCAL_SETTINGS]
     versions = {"the version of jaxserve": __version__, "the version of jax": jax.__version__}
-    return versions | {"the checkpoint": checkpoint} | {f"--{name}": repr(getattr(config, name)) for name in names}
+    return versions | {"the checkpoint": checkpoint} | {f"--{name}": _plain(getattr(config, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def agree_on_given(followers: Followers, own: dict[str, Any]) -> None:
@@ -66,18 +69,24 @@ def agree_on_programs(followers: Followers, runner: ModelRunner) -> None:
     """
     own = programs_of(runner)
     for process_id, report in followers.reports().items():
-        if report != own:
-            raise ValueError(
-                f"process {process_id} plans {report['num_pages']} pages and this one {own['num_pages']}, or other compiled"
-                " shapes; set --num_pages, and give all processes the same settings and devices"
-            )
+        for name in own | report:
+            if own.get(name) != report.get(name):
+                raise ValueError(
+                    f"process {process_id} plans {report.get(name)} as {name} and process 0 {own.get(name)}; all processes"
+                    " need devices of one kind, and maybe --num_pages and the bucket flags"
+                )
 
 
 def programs_of(runner: ModelRunner) -> dict[str, Any]:
     """What decides which programs a process runs, on what."""
-    shapes = repr((runner.buckets.all(), asdict(runner.scheduler_config)))
-    digest = hashlib.blake2b(shapes.encode(), digest_size=16).hexdigest()
-    return {"num_pages": runner.memory_plan.num_pages, "shapes": digest, "devices": jax.device_count()}
+    buckets = [bucket.name for bucket in runner.buckets.all()]
+    limits = runner.scheduler_config
+    return {
+        "num_pages": limits.num_pages,
+        "max_model_len": limits.max_model_len,
+        "windows of layers": list(limits.windows),
+        "compiled sizes": buckets,
+    }
 
 
 def join_agreement(follower: Follower, own: dict[str, Any]) -> None:

@@ -66,15 +66,15 @@ class Channel:
         with self._sending:
             self._send(kind, parts)
 
-    def send_if_idle(self, kind: int) -> None:
-        """Sends an empty frame, unless another thread is sending: that is a sign of life too.
+    def send_if_idle(self, kind: int, payload: bytes = b"") -> None:
+        """Sends a frame, unless another thread is sending: that is a sign of life too.
 
         Raises:
           HostLostError: as `send`.
         """
         if self._sending.acquire(blocking=False):
             try:
-                self._send(kind, ())
+                self._send(kind, (payload,))
             finally:
                 self._sending.release()
 

@@ -144,6 +144,9 @@ class Follower:
             while True:
                 kind, payload = self._channel.receive()
                 self._heard_at = self._pulse.now
+                if kind == Kind.FAILED:
+                    text = payload.decode(errors="replace")
+                    raise HostLostError(f"the leader (process 0) has given the engine up: {text}")
                 if kind != Kind.PULSE:
                     self._frames.put((kind, payload))
                 if kind == Kind.STOP:

@@ -6,6 +6,7 @@ import atexit
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable
 
 import jax
@@ -74,8 +75,7 @@ def lead(config: EngineConfig) -> Followers | None:
             f"control_address {address[0]}:{address[1]} cannot be listened on: {os.strerror(error.errno or 0)}"
         ) from error
     followers.accept(JOIN_S)
-    # Before jax's own, which waits for the others to end too.
-    atexit.register(followers.close)
+    atexit.register(_leave, followers)
     return followers
 
 
@@ -89,3 +89,14 @@ def follow(config: EngineConfig, on_lost: Callable[[HostLostError], None]) -> Fo
     token = host_token(config)
     process_id = join_processes(config)
     return Follower(control_address(config), process_id, token, config.host_timeout_s, on_lost, JOIN_S)
+
+
+def _leave(followers: Followers) -> None:
+    """At the end of the process, before jax's own part, which waits until the other processes end too."""
+    if not followers.ready:
+        followers.lose(HostLostError("process 0 did not start; its log says why"))
+    followers.close()
+    if followers.error is not None:  # they have ended, not in good order: jax would abort over it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -10,12 +10,13 @@ A thread per follower reads what it sends. Followers are lost, all together and 
 - has not told what a step came to the timeout after it was sent (it hangs, or its device does);
 - tells that a step came to something else than here.
 
-Then every connection is closed, which ends the other followers, and `on_lost` is called on the thread that noticed: the
+Then every follower is told and its connection closed, which ends it, and `on_lost` is called on the thread that noticed: the
 thread that runs steps may be inside a collective that never ends. Whatever is asked of the followers later raises.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -65,6 +66,8 @@ class Followers:
 
     Attributes:
       on_lost: called once, with why, on any thread.
+      error: why they are lost, or None.
+      ready: warm-up has ended everywhere.
 
     Raises:
       OSError: the address cannot be listened on.
@@ -82,9 +85,10 @@ class Followers:
         self._lock = threading.Lock()  # of what follows
         self._digests: dict[int, tuple[bytes, int]] = {}  # own, and how many followers have not told theirs
         self._early: dict[int, list[tuple[int, bytes]]] = {}  # told before the own one was there
-        self._error: HostLostError | None = None
+        self.error: HostLostError | None = None
         self._closed = False
         self._lost = threading.Event()
+        self.ready = False
         self.on_lost: Callable[[HostLostError], None] = lambda error: log.error("%s", error)
 
     def accept(self, within_s: float) -> None:
@@ -194,9 +198,9 @@ class Followers:
     def lose(self, error: HostLostError) -> None:
         """Gives all of them up, once."""
         with self._lock:
-            if self._error is not None or self._closed:
+            if self.error is not None or self._closed:
                 return
-            self._error = error
+            self.error = error
         self._lost.set()
         log.error("several hosts: %s", error)
         self._end()
@@ -205,7 +209,7 @@ class Followers:
     def close(self) -> None:
         """Has the followers stop in good order; does nothing once they are lost."""
         with self._lock:
-            if self._error is not None or self._closed:
+            if self.error is not None or self._closed:
                 return
             self._closed = True
         for follower in self._followers:
@@ -226,13 +230,16 @@ class Followers:
         self._raise_if_lost()
 
     def _raise_if_lost(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _end(self) -> None:
         self._pulse.stop()
         self._listener.close()
+        reason = str(self.error)[:MAX_ERROR_CHARS].encode()
         for follower in self._followers:
+            with contextlib.suppress(HostLostError):  # it is the one, or knows already
+                follower.channel.send_if_idle(Kind.FAILED, reason)
             follower.channel.close()
             follower.reports.put(None)
 

@@ -39,7 +39,7 @@ class Kind(IntEnum):
     ADAPTER = 6
     STOP = 7
     DIGEST = 8  # to the leader: what a step came to
-    FAILED = 9  # to the leader: text of an error, the last frame
+    FAILED = 9  # both ways: text of an error, the last frame
 
 
 class RunChain:

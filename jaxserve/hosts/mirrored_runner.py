@@ -75,6 +75,7 @@ class MirroredRunner:
         self._followers.run(Kind.WARM_UP)
         self._runner.warm_up(progress)
         self._followers.reports()
+        self._followers.ready = True
 
     def place_adapter(self, layers: Any, place: int) -> None:
         """See `ModelRunner`; followers get the arrays, not the file."""

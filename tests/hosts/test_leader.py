@@ -104,10 +104,10 @@ def test_a_follower_that_does_not_come_is_named():
 
 def test_settings_that_differ_are_named(make_party):
     party = make_party()
-    own = {"--dtype": "'float32'", "the checkpoint": "ab"}
+    own = {"--dtype": "float32", "the checkpoint": "ab"}
     for channel, dtype in zip(party.channels, ("float32", "bfloat16"), strict=True):
-        channel.send(Kind.REPORT, json.dumps(own | {"--dtype": repr(dtype)}).encode())
-    with pytest.raises(ValueError, match="--dtype is 'bfloat16' in process 2 and 'float32' in process 0"):
+        channel.send(Kind.REPORT, json.dumps(own | {"--dtype": dtype}).encode())
+    with pytest.raises(ValueError, match="--dtype is bfloat16 in process 2 and float32 in process 0"):
         agree_on_given(party.leader, own)
 
 
@@ -136,14 +136,14 @@ def test_equal_digests_pass_and_another_one_is_a_loss(make_party, when):
                     party.leader.compare_step(iteration, SAME)
             else:
                 party.leader.compare_step(iteration, SAME)
+        if last == SAME:
+            until(lambda: not (party.leader._digests or party.leader._early), 10, "nothing left to compare")
     assert "process 2 has diverged: its plans or tokens up to iteration 1" in party.until_lost()
-    assert not party.leader._digests and not party.leader._early
     with pytest.raises(HostLostError, match="diverged"):
         party.leader.run(Kind.STEP, b"x")
     # The others end too: the leader's connections are closed.
-    kinds_of(party.channels[0], 2)
     with pytest.raises(HostLostError, match="is gone"):
-        party.channels[0].receive()
+        kinds_of(party.channels[0], 10)
 
 
 def test_a_closed_connection_an_error_and_nonsense_are_losses(make_party):
