@@ -34,8 +34,8 @@ def check_hosts(config: EngineConfig) -> None:
         for name in ("process_id", "coordinator_address", "control_address", "host_token_file"):
             if getattr(config, name) is not None:
                 raise ValueError(
-                    f"{name} is set and num_processes is {config.num_processes or 1}; set num_processes to the number of"
-                    " processes, or distributed to take it from the environment"
+                    f"{name} is set and num_processes is {config.num_processes or 1}; set num_processes to the number"
+                    " of processes, or distributed to take it from the environment"
                 )
         return
     if not config.distributed:

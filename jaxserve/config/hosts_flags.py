@@ -9,7 +9,11 @@ from absl.flags import ArgumentParser, BooleanParser
 from jaxserve.config.flag_parsers import FloatParser, IntParser, TextParser
 
 HOSTS_FLAGS: tuple[tuple[str, ArgumentParser[Any], str], ...] = (
-    ("num_processes", IntParser(low=1), "processes that hold the model together, one per host; default: this one alone"),
+    (
+        "num_processes",
+        IntParser(low=1),
+        "processes that hold the model together, one per host; default: one",
+    ),
     ("process_id", IntParser(low=0), "of this process; 0 serves, the others follow it"),
     ("coordinator_address", TextParser(), "host:port of process 0 where jax's processes find each other"),
     (
@@ -27,5 +31,9 @@ HOSTS_FLAGS: tuple[tuple[str, ArgumentParser[Any], str], ...] = (
         TextParser(),
         "file with the token that the processes share; default: JAXSERVE_HOST_TOKEN of the environment",
     ),
-    ("host_timeout_s", FloatParser(low=1), "seconds without a sign of life, or an iteration's end, before a process is lost"),
+    (
+        "host_timeout_s",
+        FloatParser(low=1),
+        "seconds without a sign of life, or an iteration's end, until a process is lost",
+    ),
 )

@@ -94,9 +94,7 @@ def agree(followers: Followers | None, config: EngineConfig, resolved: ResolvedM
         agree_on_given(followers, given(config, checkpoint_fingerprint(resolved)))
 
 
-def make_runner(
-    followers: Followers | None, config: EngineConfig, served: ServedModel
-) -> ModelRunner | MirroredRunner:
+def make_runner(followers: Followers | None, config: EngineConfig, served: ServedModel) -> ModelRunner | MirroredRunner:
     """The engine's runner; with other processes one that they repeat.
 
     Raises:

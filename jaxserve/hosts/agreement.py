@@ -1,9 +1,9 @@
 """What the processes of an engine agree on before anything runs: settings, versions, checkpoint, memory, programs.
 
-    follower reports      leader
-    what it is given      compares with its own: the same settings, versions and checkpoint
-    free memory           takes the least of all and tells it
-    what it will run      compares again: the same pages, shapes and limits
+follower reports      leader
+what it is given      compares with its own: the same settings, versions and checkpoint
+free memory           takes the least of all and tells it
+what it will run      compares again: the same pages, shapes and limits
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def agree_on_programs(followers: Followers, runner: ModelRunner) -> None:
         for name in own | report:
             if own.get(name) != report.get(name):
                 raise ValueError(
-                    f"process {process_id} plans {report.get(name)} as {name} and process 0 {own.get(name)}; all processes"
-                    " need devices of one kind, and maybe --num_pages and the bucket flags"
+                    f"process {process_id} plans {report.get(name)} as {name} and process 0 {own.get(name)}; all"
+                    " processes need devices of one kind, and maybe --num_pages and the bucket flags"
                 )
 
 

@@ -10,6 +10,7 @@ Payloads are not encrypted. Nothing but bytes and JSON is ever read from a peer,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -97,10 +98,8 @@ class Channel:
 
     def close(self) -> None:
         """Ends the connection; whoever waits in `receive` or `send` fails."""
-        try:
+        with contextlib.suppress(OSError):  # it had ended
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it had ended
         self._socket.close()
 
     def _send(self, kind: int, parts: Sequence[bytes | memoryview]) -> None:

@@ -90,7 +90,9 @@ class Follower:
         decision: dict[str, Any] = json.loads(payload)
         return decision
 
-    def run(self, runner: ModelRunner, adapter_like: Any, progress: Progress | None, on_ready: Callable[[], None]) -> None:
+    def run(
+        self, runner: ModelRunner, adapter_like: Any, progress: Progress | None, on_ready: Callable[[], None]
+    ) -> None:
         """Repeats what the leader does until it says stop.
 
         Args:
@@ -184,9 +186,7 @@ class Follower:
         self._on_lost(error)
 
 
-def _connect(
-    address: tuple[str, int], process_id: int, token: bytes, timeout_s: float, within_s: float
-) -> Channel:
+def _connect(address: tuple[str, int], process_id: int, token: bytes, timeout_s: float, within_s: float) -> Channel:
     end = time.monotonic() + within_s
     while True:
         try:

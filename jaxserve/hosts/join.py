@@ -65,7 +65,8 @@ def lead(config: EngineConfig) -> Followers | None:
     process_id = join_processes(config)
     if process_id:
         raise ValueError(
-            f"process_id is {process_id}; only process 0 takes requests: start the others with python -m jaxserve.server"
+            f"process_id is {process_id}; only process 0 takes requests: start the others with"
+            " python -m jaxserve.server"
         )
     address = control_address(config)
     try:

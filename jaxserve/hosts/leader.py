@@ -5,13 +5,13 @@
 
 A thread per follower reads what it sends. Followers are lost, all together and once, when one of them
 
-- closes its connection, or sends what is no frame of its own (it was killed, or ended by an error, which it tells first);
+- closes its connection, or sends what is no frame of its own (it was killed, or ended by an error, told first);
 - gives no sign of life for the timeout;
 - has not told what a step came to the timeout after it was sent (it hangs, or its device does);
 - tells that a step came to something else than here.
 
-Then every follower is told and its connection closed, which ends it, and `on_lost` is called on the thread that noticed: the
-thread that runs steps may be inside a collective that never ends. Whatever is asked of the followers later raises.
+Then every follower is told and its connection closed, which ends it, and `on_lost` is called on the thread that
+noticed: the one that runs steps may be inside a collective that never ends. What is asked of them later raises.
 """
 
 from __future__ import annotations
@@ -261,6 +261,8 @@ class Followers:
             self.lose(error)
         except ValueError as error:
             self.lose(HostLostError(f"process {follower.process_id} sent a message that cannot be read: {error}"))
+        finally:
+            follower.channel.close()
 
     def _take_digest(self, follower: _Follower, iteration: int, digest: bytes) -> None:
         with self._lock:

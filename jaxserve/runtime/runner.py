@@ -365,4 +365,3 @@ def _runs_of(tokens: np.ndarray, num_rows: int) -> StepResult:
     counts = (tokens[:, :num_rows] >= 0).sum(axis=0).tolist()
     rows = tokens[:, :num_rows].T.tolist()
     return StepResult((), (), tuple(tuple(row[:count]) for row, count in zip(rows, counts, strict=True)))
-

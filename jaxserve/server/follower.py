@@ -17,7 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.core import HostLostError
 from jaxserve.engine.follower import EngineFollower
 from jaxserve.server.json_body import JsonResponse
-from jaxserve.server.launcher import ServerSettings, bind
+from jaxserve.server.launcher import ServerSettings, address, bind
 from jaxserve.server.log_format import operator_console, tell_failure
 from jaxserve.server.process import flush_and_exit
 from jaxserve.server.start_errors import start_error
@@ -44,9 +44,12 @@ def follow_leader(config: EngineConfig, settings: ServerSettings, log_format: st
     except OSError as error:
         tell_failure(console, str(error))
         return 1
+    options = uvicorn_options(settings.tls)
     server = uvicorn.Server(
-        uvicorn.Config(_probes(follower), log_config=None, log_level="warning", access_log=False, **uvicorn_options(settings.tls))
+        uvicorn.Config(_probes(follower), log_config=None, log_level="warning", access_log=False, **options)
     )
+    scheme = "http" if settings.tls is None else "https"
+    log.info("probes at %s://%s", scheme, address(settings.host, http_socket.getsockname()[1]))
     threading.Thread(target=server.run, args=([http_socket],), name="probes", daemon=True).start()
     try:
         follower.run()

@@ -1,4 +1,4 @@
-"""What one engine and several processes must answer alike; and `python -m tests.hosts.scenarios`, process 0 of several."""
+"""What one process and several must answer alike; `python -m tests.hosts.scenarios` is process 0 of several."""
 
 from __future__ import annotations
 

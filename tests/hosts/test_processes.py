@@ -52,9 +52,7 @@ def run(processes, tmp_path, model, adapters, count, devices=1, *more):
     return json.loads((tmp_path / "found.json").read_text())
 
 
-def test_two_processes_answer_as_one_and_a_wrong_step_is_noticed(
-    processes, tmp_path, tiny_model_dir, adapters, wanted
-):
+def test_two_processes_answer_as_one_and_a_wrong_step_is_noticed(processes, tmp_path, tiny_model_dir, adapters, wanted):
     found, said = run(processes, tmp_path, tiny_model_dir, adapters, 2, 1, "diverge")
     assert_alike(found, wanted)
     assert said.startswith("HostLostError: process 1 has diverged: its plans or tokens up to iteration")
