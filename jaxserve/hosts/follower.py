@@ -176,7 +176,9 @@ class Follower:
         except HostLostError as error:
             self._lose(error)
         if self._pulse.lasted(self._heard_at):
-            self._lose(HostLostError(f"the leader gave no sign of life for {self._timeout_s:g} s (host_timeout_s)"))
+            self._lose(
+                HostLostError(f"the leader (process 0) gave no sign of life for {self._timeout_s:g} s (host_timeout_s)")
+            )
 
     def _lose(self, error: HostLostError) -> None:
         with self._losing:

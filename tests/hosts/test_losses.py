@@ -1,5 +1,6 @@
 """Servers of two processes, one of which is killed, stopped or told to end: what clients and operators see."""
 
+import contextlib
 import json
 import os
 import signal
@@ -49,7 +50,9 @@ class Server:
         body = {"model": "model", "prompt": "The sea", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
 
         def read():
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as response:
+            url = f"{self.url}/v1/completions"
+            gone = contextlib.suppress(httpx.TransportError)  # the leader itself
+            with gone, httpx.stream("POST", url, json=body, timeout=60) as response:
                 for line in response.iter_lines():
                     if line.startswith("data: "):
                         self.events.append(line.removeprefix("data: "))
