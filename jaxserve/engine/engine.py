@@ -310,6 +310,8 @@ class Engine:
         """Has `call` told, on another thread, when a process that the engine needs is lost; `step` may then not end."""
         if self._followers is not None:
             self._followers.on_lost = call
+            if self._followers.error is not None:
+                call(self._followers.error)
 
     def close(self, error: BaseException | None = None) -> None:
         """Writes what is left of the trace and closes it; other processes end.

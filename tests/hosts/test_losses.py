@@ -122,6 +122,7 @@ def test_a_leader_that_gives_no_sign_of_life_ends_its_follower(server, processes
 
 def test_a_signal_drains_the_leader_and_both_end_in_good_order(server, processes):
     server.stream(120)
+    server.follower.send_signal(signal.SIGTERM)  # as when all pods of an engine are deleted
     server.leader.send_signal(signal.SIGTERM)
     assert server.end_of_stream() == "[DONE]"
     assert processes.wait("leader", 30) == 0, processes.log("leader")[-2000:]
