@@ -1,8 +1,8 @@
 """A server process that is not process 0 of its engine: it follows, and serves nothing but its probes.
 
-It ends when the leader stops (exit status 0), and when the leader is lost or its own part fails (1). A signal does not end
-it, since that would end the engine before its requests: whoever stops all processes at once has the leader drain. A
-second one does.
+It ends when the leader stops (exit status 0), and when the leader is lost or its own part fails (1). A signal does not
+end it, since that would end the engine before its requests: whoever stops all processes at once has the leader drain.
+A second one does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def follow_leader(config: EngineConfig, settings: ServerSettings, log_format: st
         flush_and_exit(1)
 
     def signalled(number: int, _: Any) -> None:
-        tell_failure(console, "told to stop; waits until the leader has drained and stops; a second signal ends now")
+        log.warning("told to stop; waits until the leader has drained and stops; a second signal ends now")
         signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):

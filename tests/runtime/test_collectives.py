@@ -9,7 +9,7 @@ from jaxserve.testing.tiny import write_tiny_model
 from tests.engine.test_mesh import run
 from tests.models.tiny_models import FOLDER
 
-COUNTS = """
+COUNTS = r"""
 import collections, json, math, re, sys
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.runtime import make_mesh
@@ -18,8 +18,8 @@ from jaxserve.runtime.programs import ProgramTable
 from jaxserve.tables import Bucket
 
 COLLECTIVE = re.compile(
-    r"= \\\\(?\\\\w+\\\\[([\\\\d,]*)\\\\][^=]*? "
-    r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\\\\("
+    r"= \(?\w+\[([\d,]*)\][^=]*? "
+    r"(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
 )
 
 def counted(program):
@@ -69,7 +69,7 @@ def attended(ratio, devices):
     # What earlier tokens left: every V is its head's number too.
     heads = jnp.arange(kv_heads, dtype=jnp.float32)[None, None, :, None, None]
     pages = jax.jit(lambda p: p._replace(pages=p.pages.at[:, :, 1].set(heads)), out_shardings=kv.sharding)(pages)
-    out, _ = jax.jit(lambda *args: attend(0, *args, AttentionOptions()))(q, k, v, pages)
+    out, _ = jax.jit(lambda *args: attend(0, *args, AttentionOptions(None, 0.25)))(q, k, v, pages)
     return np.asarray(out)
 
 for ratio in (1, 2, 4, 8):
@@ -87,7 +87,7 @@ PROMPT_SCORES = {"all-reduce": 4, "all-gather": 1}
 
 def assert_collectives(model, heads, kv_heads, experts):
     """Exactly: one sum for the embedding, one per layer and part of it that is split, and queries where KV heads are
-    on every device; nothing of the pool, and no logits but those of prompts."""
+    on every device; nothing of the pool, and no logits in a step but those of prompts."""
     for devices, (decode, mixed, sampler) in run(COUNTS, model, 2, 4, 8).items():
         count = int(devices)
         split, kv_split = heads % count == 0, kv_heads % count == 0
@@ -103,7 +103,9 @@ def assert_collectives(model, heads, kv_heads, experts):
         # Hidden states and queries of the rows; the logits of a block of prompt positions.
         assert max(decode["all-reduce"]) <= ROWS * 64 and max(decode.get("all-gather", [0])) <= ROWS * heads * 16
         assert max(mixed["all-gather"]) <= max(CHUNK * VOCAB, (ROWS + CHUNK) * heads * 16)
-        assert max(sampler["all-gather"]) < ROWS * VOCAB, "the sampler gathers the logits"
+        # Of the sampler's branches each gathers the logits at most once: the first largest by blocks, on CPU only, in
+        # two places; drawing; log-probabilities.
+        assert len([size for size in sampler["all-gather"] if size >= ROWS * VOCAB]) == 4, devices
 
 
 def test_collectives_of_a_dense_models_steps(tmp_path):
