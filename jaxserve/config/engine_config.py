@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.config.checks import at_least, one_of, positive
+from jaxserve.config.hosts_config import check_hosts
 from jaxserve.config.policy_config import POLICY_FIELDS, SWAPPING_PREEMPTIONS, PolicyConfig
 
 DTYPES = ("float32", "bfloat16")
@@ -165,6 +166,11 @@ class EngineConfig(PolicyConfig):
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
       scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.
       compile_cache: folder of compiled programs; "" leaves jax's own setting; None: under the cache folder.
+      num_processes, process_id, coordinator_address: of several hosts, as `jax.distributed.initialize` has them.
+      distributed: what is None of these three comes from the environment.
+      control_address: where process 0 takes the other processes' connections; None: the port after the coordinator's.
+      host_token_file: with the token they share; None: it is in the environment, see `hosts_config`.
+      host_timeout_s: seconds after which a process that gives no sign of life is lost.
     """
 
     model: str = "smollm2-135m"
@@ -204,6 +210,13 @@ class EngineConfig(PolicyConfig):
     table_width_buckets: tuple[int, ...] | None = None
     scan_layers: bool | None = None
     compile_cache: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    coordinator_address: str | None = None
+    distributed: bool = False
+    control_address: str | None = None
+    host_token_file: str | None = None
+    host_timeout_s: float = 30.0
     trace_file: str | None = None
 
     def __post_init__(self) -> None:
@@ -231,6 +244,7 @@ class EngineConfig(PolicyConfig):
                 " leave weight_dtype out, or use dtype float32"
             )
         self._check_lora()
+        check_hosts(self)
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)
         self.scheduler_config(max_model_len=self.max_model_len or 2, num_pages=self.num_pages or 2)
@@ -251,6 +265,11 @@ class EngineConfig(PolicyConfig):
             raise ValueError(
                 f"lora_modules has {len(self.lora_modules)} adapters and max_loras is {self.max_loras}; raise max_loras"
             )
+
+    @property
+    def several_processes(self) -> bool:
+        """Whether this process is one of several that hold the model together."""
+        return self.distributed or (self.num_processes or 1) > 1
 
     @property
     def swaps(self) -> bool:

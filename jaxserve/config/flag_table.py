@@ -33,6 +33,7 @@ from jaxserve.config.flag_parsers import (
     TextParser,
 )
 from jaxserve.config.front_flags import FRONT_OPERATION_FLAGS, SERVER_NETWORK_FLAGS
+from jaxserve.config.hosts_flags import HOSTS_FLAGS
 from jaxserve.config.plan_flags import PLAN_FLAGS, PLANNED
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
 from jaxserve.config.router_flags import ROUTER_FLAGS, ROUTING_FLAGS
@@ -295,6 +296,7 @@ FLAGS: tuple[Flag, ...] = (
         ("table_width_buckets", _COUNTS, "page-table widths to compile, in pages; default: chosen"),
         ("compile_cache", _TEXT, "folder of compiled programs; empty: none; default: under the cache folder"),
     ),
+    *_engine("Several hosts", *HOSTS_FLAGS),
     *SERVER_NETWORK_FLAGS,
     Flag(
         "tool_call_parser",

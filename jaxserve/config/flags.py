@@ -58,6 +58,7 @@ USAGES = {
     "fit_cost_model": "tools/fit_cost_model TRACE",
     "field_figures": "tools/field_figures",
 }
+_HOST_TEXTS = ("coordinator_address", "control_address", "host_token_file")
 _EXIT_USAGE = 2
 _WIDTH = 100
 
@@ -102,7 +103,7 @@ def engine_config_from_flags(values: absl_flags.FlagValues) -> EngineConfig:
       SystemExit: settings that break a rule, after naming them.
     """
     settings: dict[str, Any] = {field.name: values[field.name].value for field in fields(EngineConfig)}
-    for name in ("tokenizer", "chat_template", "served_model_name", "trace_file"):
+    for name in ("tokenizer", "chat_template", "served_model_name", "trace_file", *_HOST_TEXTS):
         settings[name] = settings[name] or None
     try:
         return EngineConfig(**settings)

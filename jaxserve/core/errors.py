@@ -6,6 +6,7 @@ JaxserveError                  a state of the service
  ├─ RequestFailedError         this request failed, others go on: HTTP 500
  │   └─ UnfollowableError      no output follows what it asks for any further: HTTP 400
  ├─ EngineDeadError            the engine loop ended with an exception: HTTP 503
+ ├─ HostLostError              another process of the engine is gone, hung or diverged: the engine dies of it
  ├─ NotReadyError              loading, warming up or draining: HTTP 503 + Retry-After
  ├─ MissingBucketError         a plan needs a program that was not compiled: an internal fault
  ├─ CheckpointError            a model file is damaged, short or does not fit its config
@@ -72,6 +73,10 @@ class UnfollowableError(RequestFailedError):
 
 class EngineDeadError(JaxserveError):
     """The engine loop ended with an exception; only a restart helps."""
+
+
+class HostLostError(JaxserveError):
+    """Another process that holds the model too is gone, hung, or computed something else."""
 
 
 class NotReadyError(JaxserveError):

@@ -41,6 +41,7 @@ from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.monitor import RequestListener
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import RequestStream
+from jaxserve.engine.validation import check_num_choices
 from jaxserve.text import CompiledGrammar, Tokenizer
 
 EngineFactory = Callable[[EngineConfig, Progress], Engine]
@@ -212,7 +213,7 @@ class AsyncEngine:
         self._raise_unless_ready()
         engine, now = self.engine, time.monotonic()
         try:
-            self._check_num_choices(submissions)
+            check_num_choices(submissions, self.max_choices)
             requests = [engine.make_requests(submission, now) for submission in submissions]
         except ValueError:
             engine.metrics.rejected("invalid")
@@ -273,7 +274,8 @@ class AsyncEngine:
         with self._work:
             self._stopping = True
             self._work.notify()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        # One that died of another process may be inside a step that never ends.
+        if self.state != "dead" and self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
         for stream in self._live():
             stream.fail(EngineDeadError("the engine was shut down"))
@@ -285,6 +287,7 @@ class AsyncEngine:
             engine = self._factory(self.config, self._progressed)
             engine.monitor.on_request_end = self._on_request_end
             engine.monitor.keep(self._trace_buffer)
+            engine.on_lost(self._die)
             self._engine = engine
             self.state = "warming_up"
             engine.warm_up()
@@ -309,15 +312,16 @@ class AsyncEngine:
                 self._work.wait_for(lambda: self._stopping or engine.has_work, timeout=1.0)
 
     def _die(self, error: BaseException) -> None:
+        if self.state == "dead":  # on another thread, of the same cause
+            return
         # A model or setting that does not fit is the operator's to mend: its message says how.
         expected = self.state != "ready" and isinstance(error, ValueError | JaxserveError)
         logging.error("engine died: %r", error, exc_info=None if expected else error)
-        self.error = error
-        self.state = "dead"
+        self.error, self.state, self._stopping = error, "dead", True
         for stream in self._live():
             stream.fail(self._dead_error())
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(error)
 
     def _dead_error(self) -> EngineDeadError:
         return EngineDeadError(f"the engine died: {type(self.error).__name__}; the server must be restarted")
@@ -340,19 +344,6 @@ class AsyncEngine:
     def _live(self) -> list[RequestStream]:
         with self._streams_lock:
             return list(self._streams.values())
-
-    def _check_num_choices(self, submissions: Sequence[Submission]) -> None:
-        """Raises ValueError when the choices could never all be live at once."""
-        asked = sum(submission.params.n for submission in submissions)
-        if asked <= self.max_choices:
-            return
-        limit = "max_num_seqs + max_queue_requests"
-        if len(submissions) == 1:
-            raise ValueError(f"n is {asked}; at most {self.max_choices} choices can run and wait at once ({limit})")
-        raise ValueError(
-            f"prompt: {len(submissions)} prompts ask for {asked} choices in all; the limit is {self.max_choices}"
-            f" ({limit}): send fewer per request"
-        )
 
     def _open(self, submission: Submission) -> tuple[RequestStream, dict[str, None]]:
         """A stream, and the ids of its choices that have not ended."""

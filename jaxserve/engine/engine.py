@@ -23,14 +23,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
-from jax import block_until_ready
-
 from jaxserve.config import EngineConfig
 from jaxserve.core import (
     Adapter,
     EngineTotals,
     EngineView,
     FinishReason,
+    HostLostError,
     Recording,
     RejectedError,
     Request,
@@ -43,21 +42,13 @@ from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
 from jaxserve.engine.iteration import Iterations
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
+from jaxserve.engine.served_model import agree, load_served_model, make_runner
 from jaxserve.engine.startup import PROGRAMS, WEIGHTS, StartupFigures
 from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.validation import ModelLimits, bad_word_ids, context_length, eos_token_ids, make_requests
-from jaxserve.loading import abstract_weights, load_model, model_config_of, resolve_model
-from jaxserve.runtime import (
-    COMPILES,
-    ModelRunner,
-    arrange_weights,
-    empty_adapters,
-    enable_compile_cache,
-    keeps_packed,
-    make_mesh,
-    weight_dtype,
-    weights_form,
-)
+from jaxserve.engine.validation import ModelLimits, bad_word_ids, eos_token_ids, make_requests
+from jaxserve.hosts import lead
+from jaxserve.loading import resolve_model
+from jaxserve.runtime import COMPILES, enable_compile_cache
 from jaxserve.scheduler import Scheduler, TraceWriter
 from jaxserve.text import CompiledGrammar, Tokenizer, load_tokenizer
 
@@ -76,6 +67,7 @@ class Engine:
     Raises:
       ValueError: settings that do not fit the model or the machine.
       CheckpointError, UnsupportedModelError: the model cannot be loaded.
+      HostLostError: another process of the engine does not come, or fails.
     """
 
     def __init__(
@@ -88,6 +80,7 @@ class Engine:
         self._clock = clock
         self._lock = threading.RLock()
         self._progress = progress or (lambda *_: None)
+        self._followers = lead(config)
         enable_compile_cache(config.compile_cache)
         resolved = resolve_model(config.model, lambda done, total, what: self._progress("weights", done, total, what))
         self.config = config
@@ -95,35 +88,21 @@ class Engine:
         self._tokenizer = (
             None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer, config.chat_template)
         )
-        model_config = model_config_of(resolved)
-        self._mesh = make_mesh(config.tensor_parallel_size, model_config)
-        kept, packed = weight_dtype(config, self._mesh), keeps_packed(config, self._mesh)
-        shapes = abstract_weights(resolved, config.dtype, config.quantization, kept, packed=packed)
-        form = weights_form(config, self._mesh, model_config, shapes)
+        agree(self._followers, config, resolved)
         self._startup = StartupFigures()
         with self._startup.stage(WEIGHTS):
-            loaded = load_model(
-                resolved,
-                config.dtype,
-                mesh=self._mesh,
-                progress=lambda done, total, what: self._progress("weights", done, total, what),
-                quantization=config.quantization,
-                weight_dtype=kept,
-                packed=packed,
+            served = load_served_model(
+                config, resolved, lambda done, total, what: self._progress("weights", done, total, what)
             )
-            params = arrange_weights(loaded.params, form, loaded.config, self._mesh, consume=True)
-            if config.enable_lora:
-                params |= {"adapters": empty_adapters(config, form, loaded.config, self._mesh)}
-            block_until_ready(params)
-        self.model_config = loaded.config
-        self.max_model_len = context_length(loaded.config.max_position_embeddings, config.max_model_len)
+        self.model_config = served.config
+        self.max_model_len = served.max_model_len
         self.limits = ModelLimits(
-            vocab_size=loaded.config.vocab_size,
+            vocab_size=served.config.vocab_size,
             max_model_len=self.max_model_len,
-            eos_token_ids=eos_token_ids(loaded.config, self._tokenizer),
+            eos_token_ids=eos_token_ids(served.config, self._tokenizer),
         )
         with self._startup.stage(PROGRAMS):
-            self.runner = ModelRunner(loaded.config, params, config, self.max_model_len, self._mesh)
+            self.runner = make_runner(self._followers, config, served)
         self._trace = (
             TraceWriter(config.trace_file, model=self.model_name, config=self.runner.scheduler_config)
             if config.trace_file
@@ -144,9 +123,9 @@ class Engine:
         self._delivery = Delivery(self.scheduler, self.metrics, self.monitor, self._grammars, self._tokenizer)
         self.adapters = Adapters(
             config,
-            loaded.config,
+            served.config,
             self.model_name,
-            stacked=form == "stacked",
+            stacked=served.form == "stacked",
             lock=self._lock,
             put=self.runner.place_adapter,
             live_places=lambda: [state.request.adapter_place for state in self._delivery.states.values()],
@@ -327,11 +306,27 @@ class Engine:
         """Waits for the steps in flight and takes them in, without starting another."""
         self._iterations.land()
 
-    def close(self) -> None:
-        """Writes what is left of the trace and closes it."""
+    def on_lost(self, call: Callable[[BaseException], None]) -> None:
+        """Has `call` told, on another thread, when a process that the engine needs is lost; `step` may then not end."""
+        if self._followers is not None:
+            self._followers.on_lost = call
+            if self._followers.error is not None:
+                call(self._followers.error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Writes what is left of the trace and closes it; other processes end.
+
+        Args:
+          error: what the engine died of.
+        """
         if self._trace:
-            self.scheduler.flush_trace()
-            self._trace.close()
+            with self._lock:
+                self.scheduler.flush_trace()
+                self._trace.close()
+        if self._followers is not None:
+            if error is not None:
+                self._followers.lose(HostLostError(f"process 0 failed: {type(error).__name__}: {error}"))
+            self._followers.close()
 
     def _find_adapter(self, name: str) -> Adapter | None:
         try:

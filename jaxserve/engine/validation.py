@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from absl import logging
 
 from jaxserve.config import ServiceClass
-from jaxserve.core import NO_TERMS, Adapter, Priority, Request, SamplingParams, Terms, choice_seed
+from jaxserve.core import NO_TERMS, Adapter, Priority, Request, SamplingParams, Submission, Terms, choice_seed
 from jaxserve.models import ModelConfig
 from jaxserve.tables.layout import MAX_STOP_IDS
 from jaxserve.text import Tokenizer
@@ -232,3 +232,17 @@ def _granted_tokens(length: int, max_tokens: int | None, max_model_len: int) -> 
             f" {max_model_len} (max_model_len)"
         )
     return max_tokens
+
+
+def check_num_choices(submissions: Sequence[Submission], limit: int) -> None:
+    """Raises ValueError when the choices of all prompts could never be live at once; `limit` of them can."""
+    asked = sum(submission.params.n for submission in submissions)
+    if asked <= limit:
+        return
+    made_of = "max_num_seqs + max_queue_requests"
+    if len(submissions) == 1:
+        raise ValueError(f"n is {asked}; at most {limit} choices can run and wait at once ({made_of})")
+    raise ValueError(
+        f"prompt: {len(submissions)} prompts ask for {asked} choices in all; the limit is {limit}"
+        f" ({made_of}): send fewer per request"
+    )

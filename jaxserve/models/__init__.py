@@ -5,7 +5,7 @@ from jaxserve.models.attention import Attend, AttentionOptions
 from jaxserve.models.batch import Batch
 from jaxserve.models.config import ExpertsConfig, LatentConfig, LayerKind, ModelConfig, RopeConfig
 from jaxserve.models.layer_groups import LayerGroups, group_layers, one_group
-from jaxserve.models.leaf_sharding import leaf_shardings, leaf_specs
+from jaxserve.models.leaf_sharding import leaf_shardings, leaf_specs, put_everywhere
 from jaxserve.models.lora import (
     LORA_TARGETS,
     abstract_lora,
@@ -70,6 +70,7 @@ __all__ = [
     "param_shardings",
     "partition_spec",
     "place_lora",
+    "put_everywhere",
     "stack_layers",
     "stored_rank",
     "unembed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.mesh_axes import axis_size
@@ -41,3 +42,19 @@ def leaf_shardings(sharding: NamedSharding, value: Any) -> Any:
     specs = leaf_specs(sharding.spec, value, mesh)
     is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def put_everywhere(arrays: Any, sharding: NamedSharding) -> Any:
+    """Host arrays, the same in every process, on all devices of a replicated sharding.
+
+    Where devices belong to several processes, `jax.device_put` has them compare the arrays first, by a collective.
+    """
+    assert sharding.is_fully_replicated, f"{sharding} is not replicated"
+    if sharding.is_fully_addressable:
+        return jax.device_put(arrays, sharding)
+
+    def put(array: Any) -> jax.Array:
+        shards = [jax.device_put(array, device) for device in sorted(sharding.addressable_devices, key=lambda d: d.id)]
+        return jax.make_array_from_single_device_arrays(np.shape(array), sharding, shards)
+
+    return jax.tree.map(put, arrays)

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.core import UnsupportedModelError
 from jaxserve.models.adapted import LoraPair
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.leaf_sharding import put_everywhere
 from jaxserve.models.sharding import partition_spec
 from jaxserve.models.weights import Weight, weights
 from pallas_kernels.matmul import can_pack, is_packed, pack
@@ -110,7 +111,7 @@ def empty_lora(shapes: Any, *, max_loras: int, rank: int) -> Any:
         lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes["layers"]),
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes["layers"]),
     )()
-    return {"place_of_column": jax.device_put(places, shapes["place_of_column"].sharding), "layers": zeros}
+    return {"place_of_column": put_everywhere(places, shapes["place_of_column"].sharding), "layers": zeros}
 
 
 def zero_lora(config: ModelConfig, dtype: str, rank: int, *, stacked: bool) -> Any:

@@ -8,7 +8,7 @@ from jaxserve.runtime.memory_plan import MemoryPlan, format_bytes
 from jaxserve.runtime.mesh import make_mesh, mesh_of
 from jaxserve.runtime.programs import ProgramTable
 from jaxserve.runtime.runner import ModelRunner
-from jaxserve.runtime.step_handles import RowScores, StepHandle, StepOutput
+from jaxserve.runtime.step_handles import PreparedStep, RowScores, StepHandle, StepOutput
 from jaxserve.runtime.weights_form import arrange_weights, keeps_packed, weight_dtype, weights_form
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "EngineShapes",
     "MemoryPlan",
     "ModelRunner",
+    "PreparedStep",
     "ProgramTable",
     "RowScores",
     "StepHandle",

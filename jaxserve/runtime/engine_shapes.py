@@ -8,16 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.models import ModelConfig, group_layers
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout, attention_implementation
-from jaxserve.runtime.memory_plan import MemoryPlan, make_plan
+from jaxserve.runtime.memory_plan import MemoryPlan, bytes_on_a_device, make_plan, weights_bytes
 from jaxserve.runtime.slot_state import abstract_slot_state
 from jaxserve.tables import BucketTable
-from pallas_kernels.matmul import num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class EngineShapes:
     @property
     def weights_bytes(self) -> int:
         """Of the weights on one device."""
-        return sum(bytes_on_a_device(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(self.params))
+        return weights_bytes(self.params)
 
     @property
     def state_bytes(self) -> int:
@@ -120,8 +118,3 @@ class EngineShapes:
             layers_per_group=self.kv.groups.size,
             max_model_len=limits.max_model_len,
         )
-
-
-def bytes_on_a_device(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
-    """Of one array's part on one device."""
-    return num_bytes(sharding.shard_shape(shape), dtype)

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxserve.config import SchedulerConfig
+from pallas_kernels.matmul import num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,30 @@ class MemoryPlan:
         if self.num_host_pages:
             rows.append((f"host pool (swap_space): {self.num_host_pages} pages", format_bytes(self.host_bytes)))
         return rows
+
+
+def weights_bytes(params: Any) -> int:
+    """What the weights take on one device."""
+    return sum(bytes_on_a_device(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(params))
+
+
+def bytes_on_a_device(shape: tuple[int, ...], dtype: Any, sharding: Any) -> int:
+    """Of the part of an array that a device holds."""
+    return num_bytes(sharding.shard_shape(shape), dtype)
+
+
+def free_bytes(params: Any, mesh: Mesh) -> int:
+    """Memory of each of this process' devices of a mesh that may be planned with, that of the weights included.
+
+    Args:
+      params: weights, or their shapes.
+    """
+    own = mesh.local_devices
+    if own[0].platform != "cpu":
+        return min(map(available_bytes, own))
+    # Host "devices" share one memory, and the weights are in it already, unless they are shapes alone.
+    is_loaded = all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
+    return available_bytes(own[0]) // len(own) + weights_bytes(params) * is_loaded
 
 
 def available_bytes(device: jax.Device) -> int:

@@ -13,15 +13,20 @@ from jaxserve.models import COPIES, ModelConfig, kv_copies
 
 
 def make_mesh(tensor_parallel_size: int, model_config: ModelConfig | None = None) -> Mesh:
-    """A mesh of shape (1, tensor_parallel_size), or of `mesh_of`'s.
+    """The mesh of `mesh_of` over so many devices; of several processes all of theirs, the first process' first.
 
     Args:
-      model_config: the model, where several devices may hold one KV head.
+      model_config: the model, where several devices may hold one KV head; None: every head is held by one, or by all.
 
     Raises:
-      ValueError: there are fewer devices.
+      ValueError: there are fewer devices, or several processes have more.
     """
-    devices = jax.devices()
+    devices, processes = jax.devices(), jax.process_count()
+    if processes > 1 and len(devices) != tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size is {tensor_parallel_size}; the {processes} processes have {len(devices)}"
+            f" {devices[0].platform} device(s) together, and all of them hold the model: set it to {len(devices)}"
+        )
     if len(devices) < tensor_parallel_size:
         raise ValueError(
             f"tensor_parallel_size is {tensor_parallel_size}; this machine has {len(devices)}"

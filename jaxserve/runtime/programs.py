@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.core import JaxserveError, MissingBucketError
-from jaxserve.models import partition_spec, place_lora
+from jaxserve.models import partition_spec, place_lora, put_everywhere
 from jaxserve.runtime.decode_loop import make_decode_loop
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout, gather_pages, scatter_pages
 from jaxserve.runtime.slot_state import SlotRow, SlotState, abstract_slot_state, place_row, split_state
@@ -128,9 +128,9 @@ class ProgramTable:
         self._scatter = scatter.lower(pool, block, ids).compile()
         _check_in_place("the program that writes swapped pages", self._scatter, pool)
 
-    def put(self, array: Any) -> jax.Array:
-        """A host array on every device."""
-        return jax.device_put(array, self._replicated)
+    def put(self, arrays: Any) -> Any:
+        """Host arrays, or a tree of them, on every device."""
+        return put_everywhere(arrays, self._replicated)
 
     def put_pages(self, pages: KVPool) -> KVPool:
         """Pages on the host, sent to the devices and sharded as the pool is."""

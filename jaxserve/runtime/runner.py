@@ -19,7 +19,7 @@ from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.models import ModelConfig, stored_rank, zero_lora
 from jaxserve.runtime.engine_shapes import EngineShapes
-from jaxserve.runtime.memory_plan import MemoryPlan, available_bytes, check_pages_fit, num_host_pages
+from jaxserve.runtime.memory_plan import MemoryPlan, check_pages_fit, free_bytes, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
 from jaxserve.runtime.slot_state import SlotRow, join_state, slot_row, split_state
@@ -38,13 +38,20 @@ class ModelRunner:
       config: engine settings.
       max_model_len: resolved context length.
       mesh: devices.
+      free: bytes of a device that may be planned with; None: as `free_bytes` tells.
 
     Attributes:
       newest: a result of the program started last: not ready means that the device is busy.
     """
 
     def __init__(
-        self, model_config: ModelConfig, params: Any, config: EngineConfig, max_model_len: int, mesh: Mesh
+        self,
+        model_config: ModelConfig,
+        params: Any,
+        config: EngineConfig,
+        max_model_len: int,
+        mesh: Mesh,
+        free: int | None = None,
     ) -> None:
         shapes = EngineShapes.of(model_config, params, config, max_model_len, mesh)
         self._model_config = shapes.model_config
@@ -61,7 +68,7 @@ class ModelRunner:
             max_decode_steps=config.max_decode_steps,
         )
         self.buckets = shapes.buckets
-        self.memory_plan = self._plan_memory(shapes)
+        self.memory_plan = self._plan_memory(shapes, free)
         self.scheduler_config: SchedulerConfig = config.scheduler_config(
             max_model_len=max_model_len,
             num_pages=self.memory_plan.num_pages,
@@ -279,16 +286,12 @@ class ModelRunner:
         return StepHandle(plan, bucket, None, StepOutputs(tokens, None, None))
 
     def _place(self, slot: int, row: SlotRow) -> None:
-        where, row = jax.device_put((np.asarray(slot, np.int32), row), self._replicated)
+        where, row = self._programs.put((np.asarray(slot, np.int32), row))
         self._state = self._programs.place(self._state, where, row)
 
-    def _plan_memory(self, shapes: EngineShapes) -> MemoryPlan:
+    def _plan_memory(self, shapes: EngineShapes, free: int | None) -> MemoryPlan:
         config, device = self._config, self._mesh.devices.flat[0]
-        free = available_bytes(device)
-        if device.platform == "cpu":
-            # Host "devices" share one memory, and the weights are in it already, unless they are shapes alone.
-            is_loaded = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self._params))
-            free = free // self._mesh.size + shapes.weights_bytes * is_loaded
+        free = free_bytes(self._params, self._mesh) if free is None else free
         allowed = int(free * config.memory_fraction)
         host_pages = 0
         if config.swaps:

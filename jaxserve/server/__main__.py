@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         exit_with("--log_prompts is set without --log_requests, whose lines would hold the prompts; set both")
     if flags.log_prompts and flags.skip_tokenizer_init:
         exit_with("--log_prompts needs a tokenizer to write prompts with; leave out --skip_tokenizer_init")
+    if flags.dry_run and config.several_processes:
+        exit_with("--dry_run is set with several processes, which plan together; leave it out, or --num_processes")
     if flags.print_config:
         as_text = settings_as_json if flags.log_format == "json" else settings_as_flagfile
         with contextlib.suppress(BrokenPipeError):  # a reader like `head` has seen enough
@@ -49,6 +51,11 @@ def main(argv: Sequence[str]) -> int:
 
     if flags.dry_run:
         return dry_run(config, flags.log_format)
+    process_id = config.process_id or 0
+    if config.several_processes and config.process_id is None:
+        from jaxserve.hosts import join_processes
+
+        process_id = join_processes(config)
     from jaxserve.engine import AsyncEngine
     from jaxserve.server.console import StartupDisplay
     from jaxserve.server.launcher import Launcher, ServerSettings
@@ -76,6 +83,10 @@ def main(argv: Sequence[str]) -> int:
         tls=tls,
         tool_call_parser=flags.tool_call_parser,
     )
+    if process_id:
+        from jaxserve.server.follower import follow_leader
+
+        return follow_leader(config, settings, flags.log_format)
     display = StartupDisplay(
         plan_rows=lambda: engine.engine.runner.memory_plan.rows(), console=operator_console(flags.log_format)
     )

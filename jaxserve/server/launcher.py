@@ -128,13 +128,21 @@ class Launcher:
 
     async def _end_engine(self, started: bool) -> int:
         if self._engine.error is not None and not started:
-            # The engine's thread has ended by itself.
             self._display.fail(start_error(self._engine.error))
+            # The engine's thread has ended by itself, unless another process' end was the cause.
+            if _engine_runs():
+                flush_and_exit(1)
             return 1
         if not started:
             # Loading or compiling cannot be interrupted, and nothing of it is worth waiting for.
             flush_and_exit(0)
         await asyncio.to_thread(self._engine.shutdown)
-        if any(thread.name == "engine" for thread in threading.enumerate()):
-            flush_and_exit(0)
-        return 0
+        status = 0 if self._engine.error is None else 1
+        if _engine_runs():
+            flush_and_exit(status)
+        return status
+
+
+def _engine_runs() -> bool:
+    """Whether the engine's thread has not ended."""
+    return any(thread.name == "engine" for thread in threading.enumerate())
