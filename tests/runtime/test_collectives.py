@@ -5,13 +5,15 @@ In processes of their own, with eight virtual devices.
 
 import json
 
+import pytest
+
 from jaxserve.testing.tiny import write_tiny_model
 from tests.engine.test_mesh import run
 from tests.models.tiny_models import FOLDER
 
 COUNTS = r"""
 import collections, json, math, re, sys
-from jaxserve.loading import load_model, resolve_model
+from jaxserve.loading import load_model, model_config_of, resolve_model
 from jaxserve.runtime import make_mesh
 from jaxserve.runtime.kv_pool import PoolLayout
 from jaxserve.runtime.programs import ProgramTable
@@ -31,8 +33,9 @@ def counted(program):
 
 found = {}
 for devices in map(int, sys.argv[2:]):
-    mesh = make_mesh(devices)
-    loaded = load_model(resolve_model(sys.argv[1]), "float32", mesh=mesh)
+    resolved = resolve_model(sys.argv[1])
+    mesh = make_mesh(devices, model_config_of(resolved))
+    loaded = load_model(resolved, "float32", mesh=mesh)
     kv = PoolLayout(loaded.config, mesh, 16, "float32", "cpu")
     programs = ProgramTable(kv, loaded.params, max_num_seqs=4, dtype="float32")
     steps = [counted(programs.compile(bucket, 64)) for bucket in (Bucket(4, 0, 0, 4), Bucket(4, 16, 4, 4))]
@@ -41,7 +44,7 @@ print(json.dumps(found))
 """
 
 HEADS = """
-import json, sys
+import itertools, json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jaxserve.models import AttentionOptions, model_config_from_hf
 from jaxserve.runtime import make_mesh
@@ -56,9 +59,10 @@ fields = {
     "decode_position": jnp.asarray([0, 17, 40]),
     "prefill_pages": jnp.zeros((1, 0, width), jnp.int32),
 }
-def attended(ratio, devices):
+def attended(ratio, devices, copies):
     hf = tiny_config(num_attention_heads=ratio * kv_heads, num_key_value_heads=kv_heads)
-    kv = PoolLayout(model_config_from_hf(hf), make_mesh(devices), 16, "float32", "cpu")
+    config = model_config_from_hf(hf)
+    kv = PoolLayout(config, make_mesh(devices, config if copies else None), 16, "float32", "cpu")
     place = fields["decode_position"]
     page_ids = jnp.take_along_axis(fields["decode_pages"], (place // 16)[None, :, None], axis=2)[..., 0]
     attend = _make_attend(kv, Bucket(rows, 0, 0, width), fields, page_ids, place % 16)
@@ -75,8 +79,9 @@ def attended(ratio, devices):
 for ratio in (1, 2, 4, 8):
     heads = ratio * kv_heads
     wanted = np.broadcast_to((np.arange(heads) * kv_heads // heads)[None, :, None], (rows, heads, 16))
-    for devices in (1, 2, 4, 8):
-        np.testing.assert_allclose(attended(ratio, devices), wanted, atol=1e-6, err_msg=f"{ratio} {devices}")
+    for devices, copies in itertools.product((1, 2, 4, 8), (False, True)):
+        found = attended(ratio, devices, copies)
+        np.testing.assert_allclose(found, wanted, atol=1e-6, err_msg=f"{ratio} {devices} {copies}")
 print(json.dumps("all"))
 """
 
@@ -86,11 +91,11 @@ PROMPT_SCORES = {"all-reduce": 4, "all-gather": 1}
 
 
 def assert_collectives(model, heads, kv_heads, experts):
-    """Exactly: one sum for the embedding, one per layer and part of it that is split, and queries where KV heads are
+    """Exactly: one sum for the embedding, one per layer and part of it that is split, and queries where all KV heads are
     on every device; nothing of the pool, and no logits in a step but those of prompts."""
     for devices, (decode, mixed, sampler) in run(COUNTS, model, 2, 4, 8).items():
         count = int(devices)
-        split, kv_split = heads % count == 0, kv_heads % count == 0
+        split, kv_split = heads % count == 0, kv_heads % count == 0 or count % kv_heads == 0
         sums = 1 + LAYERS * (split + (experts is None or experts % count == 0))
         queries = LAYERS * (split and not kv_split)
         assert {kind: len(sizes) for kind, sizes in decode.items()} == (
@@ -108,9 +113,10 @@ def assert_collectives(model, heads, kv_heads, experts):
         assert len([size for size in sampler["all-gather"] if size >= ROWS * VOCAB]) == 4, devices
 
 
-def test_collectives_of_a_dense_models_steps(tmp_path):
-    model = write_tiny_model(tmp_path, num_attention_heads=8, num_hidden_layers=LAYERS, vocab=VOCAB)
-    assert_collectives(model, heads=8, kv_heads=2, experts=None)
+@pytest.mark.parametrize("heads, kv_heads", [(8, 2), (24, 3)])
+def test_collectives_of_a_dense_models_steps(tmp_path, heads, kv_heads):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": LAYERS}
+    assert_collectives(write_tiny_model(tmp_path, vocab=VOCAB, **sizes), heads, kv_heads, experts=None)
 
 
 def test_collectives_of_a_mixture_of_experts_steps():
