@@ -17,11 +17,17 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "native_cpu", "mosaic_gpu", "mosaic_tpu")
 MATMUL_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
 DECODER_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
+DISAGGREGATIONS = ("none", "prefill", "decode")
 QUANTIZATIONS = ("gguf", "int8", "int4", "int8_channel", "fp8")
 MAX_PAGE_SIZE = 256
 MAX_LORA_RANK = 512
 MAX_GROUPS = 255
 """Most groups of layers."""
+
+
+def first_page_seen(num_tokens: int, window: int, page_size: int) -> int:
+    """The first page that the token after `num_tokens` sees under a window (0: none)."""
+    return max(num_tokens + 1 - window, 0) // page_size if window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,7 @@ class EngineConfig(PolicyConfig):
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
       scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.
       compile_cache: folder of compiled programs; "" leaves jax's own setting; None: under the cache folder.
+      disaggregation: "prefill" computes prompts for other engines, "decode" has theirs computed by others, "none" neither.
     """
 
     model: str = "smollm2-135m"
@@ -205,6 +212,7 @@ class EngineConfig(PolicyConfig):
     scan_layers: bool | None = None
     compile_cache: str | None = None
     trace_file: str | None = None
+    disaggregation: str = "none"
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
@@ -230,6 +238,7 @@ class EngineConfig(PolicyConfig):
                 f"weight_dtype is {self.weight_dtype} and dtype is {self.dtype}; with this dtype weights are of it too:"
                 " leave weight_dtype out, or use dtype float32"
             )
+        one_of("disaggregation", self.disaggregation, DISAGGREGATIONS)
         self._check_lora()
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)
@@ -256,6 +265,11 @@ class EngineConfig(PolicyConfig):
     def swaps(self) -> bool:
         """Whether a preempted request's pages may go to the host."""
         return self.preemption in SWAPPING_PREEMPTIONS
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether K/V comes from other engines or goes to them."""
+        return self.disaggregation != "none"
 
     def scheduler_config(
         self, *, max_model_len: int, num_pages: int, num_host_pages: int | None = None, windows: tuple[int, ...] = (0,)

@@ -11,6 +11,7 @@ from absl.flags import ArgumentParser, BooleanParser
 from jaxserve.config.batch_flags import BATCH_FLAGS
 from jaxserve.config.bench_flags import BENCH_FLAGS, LOG_LEVELS
 from jaxserve.config.convert_flags import CONVERT_FLAGS
+from jaxserve.config.disaggregation_flags import DISAGGREGATION_FLAGS
 from jaxserve.config.engine_config import (
     ATTENTION_IMPLEMENTATIONS,
     DECODER_IMPLEMENTATIONS,
@@ -322,6 +323,7 @@ FLAGS: tuple[Flag, ...] = (
         ),
         ("max_body_bytes", _COUNT, 8 << 20, "largest request body"),
     ),
+    *DISAGGREGATION_FLAGS,
     Flag(
         "tool_call_parser",
         "Tools",

@@ -31,6 +31,7 @@ REJECTION_REASONS = (
     "deadline",
     "deadline_infeasible",
     "draining",
+    "prefill_unavailable",
     "invalid",
 )
 

@@ -5,6 +5,7 @@ from jaxserve.runtime.compile_cache import enable_compile_cache
 from jaxserve.runtime.compile_counter import COMPILES
 from jaxserve.runtime.memory_plan import MemoryPlan
 from jaxserve.runtime.mesh import make_mesh
+from jaxserve.runtime.page_transfers import PageBlock, PageSink, PageSource
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.step_handles import RowScores, StepHandle, StepOutput
 from jaxserve.runtime.weights_form import arrange_weights, keeps_packed, weight_dtype, weights_form
@@ -13,6 +14,9 @@ __all__ = [
     "COMPILES",
     "MemoryPlan",
     "ModelRunner",
+    "PageBlock",
+    "PageSink",
+    "PageSource",
     "RowScores",
     "StepHandle",
     "StepOutput",

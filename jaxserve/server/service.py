@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
 from jaxserve.core import NO_TERMS, SamplingParams, StructuredOutputs, Submission, Terms
-from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
+from jaxserve.server.engine_api import EngineApi, RemotePrefillApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 from jaxserve.server.messages import ChatEnd
 from jaxserve.server.structured_fields import Constraint
@@ -34,10 +34,17 @@ class GenerationService:
     Args:
       engine: may still be loading; every method answers 503 until it is ready.
       tool_call_parser: name of the parser of tool calls, or "auto".
+      remote_prefill: has prompts computed elsewhere before they are submitted; None: all are computed here.
     """
 
-    def __init__(self, engine: EngineApi, tool_call_parser: str = AUTO_TOOL_CALL_PARSER) -> None:
+    def __init__(
+        self,
+        engine: EngineApi,
+        tool_call_parser: str = AUTO_TOOL_CALL_PARSER,
+        remote_prefill: RemotePrefillApi | None = None,
+    ) -> None:
         self.engine = engine
+        self._remote_prefill = remote_prefill
         self.tool_call_parser = tool_call_parser
         self._longest_token = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompts")
@@ -211,7 +218,7 @@ class GenerationService:
             )
             raise ApiError("invalid", message, param=param, code="context_length_exceeded")
 
-    def submit(
+    async def submit(
         self,
         prompts: Sequence[list[int]],
         params_of: Callable[[int], SamplingParams],
@@ -234,12 +241,18 @@ class GenerationService:
         """
         adapter = "" if model is None or model == self.engine.model_name else model
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
-        return self.engine.submit_all(
-            [
-                Submission(ids, params_of(len(ids)), name, terms, grammar=grammar, adapter=adapter)
-                for ids, name in zip(prompts, names, strict=True)
-            ]
-        )
+        submissions = [
+            Submission(ids, params_of(len(ids)), name, terms, grammar=grammar, adapter=adapter)
+            for ids, name in zip(prompts, names, strict=True)
+        ]
+        if self._remote_prefill is None:
+            return self.engine.submit_all(submissions)
+        fetched = await self._remote_prefill.fetch(submissions)
+        try:
+            return self.engine.submit_all(fetched)
+        except BaseException:
+            self._remote_prefill.release(fetched)
+            raise
 
     async def run[T](self, size: int, work: Callable[[], T], converts: bool = False) -> T:
         """The result of `work`, done in a thread unless it is small.
