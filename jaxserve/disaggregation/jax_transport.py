@@ -8,9 +8,8 @@ begins anew.
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import jax
@@ -55,7 +54,6 @@ class JaxReceiver:
         self._shapes = shapes
         self._connections: dict[str, Any] = {}
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(16, thread_name_prefix="kv-pull")
 
     def pull(self, address: str, number: int, timeout_s: float) -> tuple[jax.Array, ...]:
         """The arrays of a block, on the device.
@@ -67,16 +65,25 @@ class JaxReceiver:
             if address not in self._connections:
                 self._connections[address] = self._server.connect(address)
             connection = self._connections[address]
+        came: queue.SimpleQueue[tuple[jax.Array, ...] | Exception] = queue.SimpleQueue()
+
+        def pull() -> None:
+            try:
+                came.put(tuple(jax.block_until_ready(connection.pull(number, self._shapes))))
+            except Exception as error:
+                came.put(error)
+
+        # A pull of what is never offered, or from a server that is gone, does not return: the thread is left behind.
+        threading.Thread(target=pull, name="kv-pull-jax", daemon=True).start()
         try:
-            return tuple(self._threads.submit(self._pull, connection, number).result(timeout_s))
-        except (FutureTimeoutError, RuntimeError) as error:
+            arrays = came.get(timeout=timeout_s)
+        except queue.Empty:
+            arrays = TimeoutError(f"nothing came in {timeout_s:.1f} s")
+        if isinstance(arrays, Exception):
             with self._lock:
                 self._connections.pop(address, None)
-            raise OSError(f"block {number} of {address} did not come: {str(error)[:200]}") from error
-
-    def _pull(self, connection: Any, number: int) -> list[jax.Array]:
-        arrays: list[jax.Array] = connection.pull(number, self._shapes)
-        return jax.block_until_ready(arrays)
+            raise OSError(f"block {number} of {address} did not come: {str(arrays)[:200]}") from arrays
+        return arrays
 
 
 def _start(host: str) -> Any:
