@@ -11,7 +11,7 @@ from absl.flags import ArgumentParser, BooleanParser, FlagValues
 
 from jaxserve.config.engine_config import DISAGGREGATIONS
 from jaxserve.config.flag import flags_for
-from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, TextParser
+from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, ListParser, RepeatedParser, TextParser
 
 KV_TRANSFERS = ("auto", "stream", "jax")
 TOKEN_VARIABLE = "JAXSERVE_KV_TOKEN"
@@ -85,6 +85,29 @@ DISAGGREGATION_FLAGS = flags_for(
         BooleanParser(),
         True,
         "a decode server computes what no prefill server does; else such a request is refused with 503",
+    ),
+)
+
+
+SIMULATED_SPLIT_FLAGS = flags_for(
+    "simulate",
+    "Prefill and decode on engines of their own",
+    ("prefill_engines", IntParser(low=0), 0, "engines that compute prompts for others; 0: none, each engine does all"),
+    ("decode_engines", IntParser(low=1), 1, "engines that requests end on, by turns"),
+    (
+        "prefill_setting",
+        RepeatedParser(),
+        None,
+        "scheduler flag of the prefill engines alone, as max_num_batched_tokens=2048; may be given several times",
+    ),
+    ("link_bandwidth", FloatParser(low=1e-3), 25.0, "GB/s that leave a prefill engine"),
+    ("link_latency_s", FloatParser(low=0), 1e-3, "seconds from a request's last byte to its arrival"),
+    ("kv_token_bytes", FloatParser(low=1e-3), None, "of a token's K/V over all layers; default: the roofline's"),
+    (
+        "remote_prefill_min_tokens",
+        IntParser(low=1),
+        256,
+        "prompts with fewer tokens to compute stay with decode engines",
     ),
 )
 

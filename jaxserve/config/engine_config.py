@@ -171,7 +171,8 @@ class EngineConfig(PolicyConfig):
       decode_buckets, prefill_buckets, table_width_buckets: compiled shapes (slots, tokens, pages); chosen when None.
       scan_layers: one compiled layer body for all layers; None: off on CPU (no weight copies), on elsewhere.
       compile_cache: folder of compiled programs; "" leaves jax's own setting; None: under the cache folder.
-      disaggregation: "prefill" computes prompts for other engines, "decode" has theirs computed by others, "none" neither.
+      disaggregation: "prefill" computes prompts for other engines, "decode" has prompts computed by others, "none"
+        neither.
     """
 
     model: str = "smollm2-135m"

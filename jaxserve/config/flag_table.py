@@ -11,7 +11,7 @@ from absl.flags import ArgumentParser, BooleanParser
 from jaxserve.config.batch_flags import BATCH_FLAGS
 from jaxserve.config.bench_flags import BENCH_FLAGS, LOG_LEVELS
 from jaxserve.config.convert_flags import CONVERT_FLAGS
-from jaxserve.config.disaggregation_flags import DISAGGREGATION_FLAGS
+from jaxserve.config.disaggregation_flags import DISAGGREGATION_FLAGS, SIMULATED_SPLIT_FLAGS
 from jaxserve.config.engine_config import (
     ATTENTION_IMPLEMENTATIONS,
     DECODER_IMPLEMENTATIONS,
@@ -113,6 +113,7 @@ FLAGS: tuple[Flag, ...] = (
         ("overhead_s", FloatParser(low=0), 5e-4, "seconds of an iteration outside the roofline: host and launch"),
         ("host_bandwidth", FloatParser(low=1e-3), 25.0, "GB/s between a chip and the host, for swapped pages"),
     ),
+    *SIMULATED_SPLIT_FLAGS,
     *_simulate(
         "Objectives and sweeps",
         ("slo_ttft_s", FloatParser(low=0), None, "most seconds from arrival to first token"),

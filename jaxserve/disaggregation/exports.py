@@ -16,7 +16,6 @@ from jaxserve.core import FinishReason
 from jaxserve.engine import OutputDelta
 from jaxserve.runtime import PageBlock
 
-
 RECONNECT_TRIES, RECONNECT_PERIOD_S = 20, 0.05
 
 

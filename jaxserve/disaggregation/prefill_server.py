@@ -1,9 +1,9 @@
 """PrefillServer: computes prompts for decode servers and sends them the pages, over connections of `frames`.
 
 A pull is an ordinary request of the engine that samples nothing: queue, chunks, prefix cache, deadlines and trace are
-those of any other. Its pages are sent as they are computed, while later chunks still are. A thread serves a connection,
-one pull; what is computed outlives a lost connection for a while (`exports`), so a decode server that comes back goes on
-with the block it lacks.
+those of any other. Its pages are sent as they are computed, while later chunks still are. A thread serves a
+connection, one pull; what is computed outlives a lost connection for a while (`exports`), so a decode server that comes
+back goes on with the block it lacks.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class PrefillServer:
         """Where it listens."""
         return int(self._listener.getsockname()[1])
 
-    def start(self, engine: AsyncEngine) -> None:
-        """Begins to answer."""
+    def start(self, engine: AsyncEngine, metrics: PrefillMetrics | None = None) -> None:
+        """Begins to answer; see `RemotePrefill.start`."""
         self._engine = engine
         self._layout = KVLayout.of(engine.engine)
-        self._metrics = PrefillMetrics(engine.metrics.registry, engine.model_name)
+        self._metrics = metrics or PrefillMetrics(engine.metrics.registry, engine.model_name)
         settings = self._settings
         self._exports = Exports(settings.max_bytes, settings.hold_s, engine.engine.abort)
         self._metrics.held_bytes.set_function(lambda: self._exports.num_bytes)
@@ -124,6 +124,8 @@ class PrefillServer:
     def stop(self) -> None:
         """Ends every connection and forgets every page."""
         self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else a thread that waits for a connection gets one more
         self._listener.close()
         self._exports.close_all()
 
@@ -188,11 +190,15 @@ class PrefillServer:
     def _greet(self, channel: Channel) -> None:
         """Both sides show that they know the token, and that their pages are alike."""
         token, nonce = self._settings.token, secrets.token_hex(16)
-        channel.send(Kind.HELLO, {"version": VERSION, "nonce": nonce, "layout": self._layout.to_json()})
+        channel.send(Kind.HELLO, self._hello(nonce))
         _, fields, _ = channel.receive(Kind.AUTH)
         if not proves(token, nonce, "decode", fields.get("proof")):
             raise _RefusedError("token", "the token is wrong; both servers need the same (--kv_token_file)")
         channel.send(Kind.PROOF, {"proof": proof(token, field(fields, "nonce", str), "prefill")})
+
+    def _hello(self, nonce: str) -> dict[str, Any]:
+        most = self._engine.max_model_len
+        return {"version": VERSION, "nonce": nonce, "layout": self._layout.to_json(), "max_tokens": most}
 
     def _begin(self, key: str, fields: dict[str, Any], prompt: list[int]) -> Export:
         """Queues the prompt.

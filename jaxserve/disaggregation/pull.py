@@ -177,7 +177,7 @@ class Puller:
             raise PullError("timeout", f"{self._name} did not answer in time")
         channel = Channel(socket.create_connection(self._address, min(CONNECT_S, left)), SILENCE_S)
         try:
-            self._greet(channel)
+            self._greet(channel, len(wanted.prompt))
             prompt = memoryview(array.array("i", wanted.prompt).tobytes())
             channel.send(Kind.PULL, self._question(wanted, key, len(pages.blocks)), [prompt])
             _, accepted = self._expect(channel, Kind.ACCEPT)
@@ -186,7 +186,7 @@ class Puller:
         finally:
             channel.close()
 
-    def _greet(self, channel: Channel) -> None:
+    def _greet(self, channel: Channel, num_tokens: int) -> None:
         _, hello, _ = channel.receive(Kind.HELLO)
         if hello.get("version") != VERSION:
             message = (
@@ -204,6 +204,9 @@ class Puller:
             raise FrameError(str(error)) from error
         if difference is not None:
             raise PullError("layout", f"{self._name}: {difference}")
+        most = field(hello, "max_tokens", int)
+        if num_tokens > most:
+            raise PullError("refused", f"{self._name} takes {most} tokens; the prompt has {num_tokens}")
 
     def _question(self, wanted: Wanted, key: str, first: int) -> dict[str, Any]:
         return {
@@ -221,7 +224,7 @@ class Puller:
         }
 
     def _expect(self, channel: Channel, *kinds: Kind, max_payload: int = 0) -> tuple[Kind, dict[str, Any]]:
-        """The next frame, unless it is a refusal; its payload is still to be read, and exactly `max_payload` at most."""
+        """The next frame, unless it is a refusal; its payload, at most `max_payload`, is still to be read."""
         kind, fields, size = channel.receive(*kinds, Kind.REFUSE, max_payload=max_payload)
         if kind is Kind.REFUSE:
             reason = _OF_REFUSALS.get(str(fields.get("reason")), "refused")

@@ -86,11 +86,18 @@ class RemotePrefill:
         self._closing = threading.Event()
         self._engine: AsyncEngine | None = None
 
-    def start(self, engine: AsyncEngine) -> None:
-        """Begins to ask, for a ready engine; before, `fetch` leaves everything as it is."""
+    def start(self, engine: AsyncEngine, metrics: DecodeMetrics | None = None) -> None:
+        """Begins to ask, for a ready engine; before, `fetch` leaves everything as it is.
+
+        Args:
+          metrics: None: they are made, which an engine's registry allows once.
+
+        Raises:
+          ValueError: the transport cannot be had.
+        """
         settings = self._settings
         self._layout = KVLayout.of(engine.engine)
-        self._metrics = DecodeMetrics(engine.metrics.registry, engine.model_name)
+        self._metrics = metrics or DecodeMetrics(engine.metrics.registry, engine.model_name)
         pull = receiver(settings.transport, settings.host, engine.engine.runner.kv_layout)
         self._workers = [_Worker(Puller(address, self._layout, settings.token, pull)) for address in settings.workers]
         self._engine = engine
@@ -158,6 +165,9 @@ class RemotePrefill:
     def _local_reason(self, engine: AsyncEngine, submission: Submission, num_tokens: int) -> str | None:
         """Why a prompt is computed here without asking anybody; "": the engine will refuse it; None: it is not."""
         prompt, least = submission.prompt_token_ids, max(self._settings.min_tokens, 1)
+        vocab_size = engine.engine.limits.vocab_size
+        if prompt and not (min(prompt) >= 0 and max(prompt) < vocab_size):
+            return ""
         if len(prompt) > engine.max_model_len or engine.load.waiting >= engine.config.max_queue_requests > 0:
             return ""
         if submission.params.prompt_logprobs is not None:
@@ -221,7 +231,7 @@ class RemotePrefill:
         raise error
 
     def _order(self, prompt: tuple[int, ...]) -> list[_Worker]:
-        """Those that may be asked: the least busy first, ties by the prompt's beginning, as its pages may be cached there."""
+        """Those that may be asked: the least busy first, ties by the prompt's beginning, which may be cached there."""
         now, count = time.monotonic(), len(self._workers)
         start = zlib.crc32(repr(prompt[: self._layout.page_size]).encode()) % count
         turned = [self._workers[(start + index) % count] for index in range(count)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from absl import logging
-
 import jax
+from absl import logging
 
 from jaxserve.disaggregation.pull import PullByNumber
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout

@@ -1,10 +1,10 @@
 """PageTransfers: K/V pages between this engine's pool and other engines, as a plan's imports and exports say.
 
-    export   gather(pool, ids) -> block     after the step that fills the pages; the block goes to the request's `PageSink`
-    import   scatter(pool, block, ids)      before the step that reads them; the block is made of the request's `PageSource`
+    export   gather(pool, ids) -> block     after the step that fills the pages; blocks go to the request's `PageSink`
+    import   scatter(pool, block, ids)      before the step that reads them; blocks are made of its `PageSource`
 
-Pages go in blocks of at most `SWAP_BLOCK`, each of one request and one group of layers, by the programs that swap pages.
-Both stand in the device's stream like steps, so a page that was exported may be written by the next step.
+Pages go in blocks of at most `SWAP_BLOCK`, each of one request and one group of layers, by the programs that swap
+pages. Both stand in the device's stream like steps, so a page that was exported may be written by the next step.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Lifecycle(Moves):
           None when they were accepted; else why there is no place for all of them.
 
         Raises:
-          ValueError: there are none, a prompt is empty, priorities differ, or what is imported is not whole pages and
-            less than the prompt.
+          ValueError: there are none, a prompt is empty, priorities differ, or what is imported is not whole pages, or
+            not less than the prompt.
         """
         _check(requests, self.config.page_size)
         sequences = [Sequence(request, number, now) for number, request in enumerate(requests, self._num_arrivals)]
@@ -237,8 +237,8 @@ def _check(requests: Items[Request], page_size: int) -> None:
         imported = request.num_imported_tokens
         if imported and not (0 < imported < request.num_prompt_tokens and imported % page_size == 0):
             raise ValueError(
-                f"{request.request_id} imports {imported} of {request.num_prompt_tokens} prompt tokens; it must be whole"
-                f" pages of {page_size} and fewer than all"
+                f"{request.request_id} imports {imported} of {request.num_prompt_tokens} prompt tokens; it must be"
+                f" whole pages of {page_size} and fewer than all"
             )
         if imported and request.params.prompt_logprobs is not None:
             raise ValueError(f"{request.request_id} wants its prompt scored, so none of it can be imported")

@@ -38,8 +38,8 @@ class Moves(SchedulerState):
     def _cached_pages(self, sequence: Sequence) -> list[Found] | None:
         """Pages of its beginning, by group; the last token is always computed, and so are prompts that want scores.
 
-        Of one that was swapped out, or whose pages are to be imported, those that are there need not be copied. With a sliding window the
-        pages before a token and its window are not needed: a beginning is found by its last pages.
+        Of one that was swapped out, or whose pages are to be imported, those that are there need not be copied. With a
+        sliding window the pages before a token and its window are not needed: a beginning is found by its last pages.
 
         Returns:
           None where nothing is looked for.
@@ -238,7 +238,7 @@ class Moves(SchedulerState):
         sequence.num_to_import = 0
 
     def _export(self, sequence: Sequence) -> None:
-        """The plan copies out the prompt's pages that are full after it, of those that a token after the prompt sees."""
+        """The plan copies out pages that it fills, of those of the prompt that a token after the prompt sees."""
         config = self.config
         count = min(sequence.num_scheduled, sequence.num_prompt_tokens) // config.page_size
         for holding in sequence.holdings:

@@ -34,8 +34,8 @@ class Sequence:
       num_prefill_tokens: tokens that come in chunks: the prompt, and after a recompute the outputs it had.
       num_outputs_at_start: output tokens it had when it took its slot.
       num_cached_tokens: tokens found in the prefix cache when it took its first slot.
-      num_to_import: tokens whose K/V came with the request and is not in the pool yet; until it is, the sequence holds no
-        pages but those it shares. They count as scheduled.
+      num_to_import: tokens whose K/V came with the request and is not in the pool yet, though they count as scheduled;
+        until it is, the sequence holds no pages but those it shares.
       num_exported_pages: of its pages, from the first, those that plans have copied out.
       restarted: it lost its pages; until it gets a slot again nothing of it is in the pool.
       page_names: of its full pages as far as they were needed, see `prefix_cache`.

@@ -29,7 +29,8 @@ them, and at a flush, comes a record of `kind` "events": `events`, `in_flight` a
 ended or were rejected since the record before, and nothing of a plan. An iteration's record has no `kind`.
 
 Where K/V comes from another engine or goes to one, `imported` and `exported` of an iteration are [id, pages] pairs. An
-"add" then has `imports`, tokens of its prompt that came with it, or `exports`.
+"add" then has `imports`, tokens of its prompt that came with it, and `received_at`, the instant at which it was asked
+for, null where nobody said; or `exports`.
 
 An event has `kind` ("add", "abort", "expire", "starve", "reset_prefix_cache"), `id` (empty where it is of no
 one request), `now` and `step`, the pair (plans made, plans updated) when it came: with steps in flight this
@@ -132,6 +133,7 @@ class TraceRecorder:
             details["free_running"] = request.free_running
         if request.num_imported_tokens:
             details["imports"] = request.num_imported_tokens
+            details["received_at"] = request.received_at
         if request.exports_kv:
             details["exports"] = True
         if num_together > 1:

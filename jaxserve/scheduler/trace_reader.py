@@ -53,7 +53,8 @@ class AddEvent(TraceEvent):
       outcome: "slot", "queue" or the rejection's reason.
       scores: it shares no cached pages.
       free_running: no token of it waits for the host.
-      num_imported_tokens: of the prompt, that came with it; exports: its pages are copied out.
+      num_imported_tokens: of the prompt, that came with it; received_at: instant at which it was asked for.
+      exports: its pages are copied out.
       num_together: arrivals of one call, of which this is the first; the others follow it and say 1.
     """
 
@@ -69,6 +70,7 @@ class AddEvent(TraceEvent):
     num_together: int = 1
     num_imported_tokens: int = 0
     exports: bool = False
+    received_at: float | None = None
 
     @property
     def accepted(self) -> bool:
@@ -324,6 +326,7 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
                 num_together=event.integer("together", 2) if "together" in event.data else 1,
                 num_imported_tokens=event.integer("imports", 1) if "imports" in event.data else 0,
                 exports=event.flag("exports") if "exports" in event.data else False,
+                received_at=event.instant_or_null("received_at") if "received_at" in event.data else None,
             )
         case "abort":
             if event.data.get("reason") not in tuple(FinishReason):

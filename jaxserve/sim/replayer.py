@@ -267,6 +267,7 @@ def _request(event: AddEvent, tokens: DummyTokens) -> Request:
         free_running=event.free_running,
         num_imported_tokens=event.num_imported_tokens,
         exports_kv=event.exports,
+        received_at=event.received_at,
     )
 
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf, nextafter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason
@@ -28,6 +28,9 @@ from jaxserve.sim.cost_model import CostModel, plan_s
 from jaxserve.sim.request_log import COMPLETED, LiveRequest, RequestLog
 from jaxserve.sim.source import OTHER_ID, STOP_ID, Source
 from jaxserve.sim.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from jaxserve.sim.split import SplitTotals
 
 ALL_TERMINAL, ITERATION_LIMIT = "all_terminal", "iteration_limit"
 MAX_ITERATIONS = 100_000_000
@@ -76,6 +79,7 @@ class SimulationResult:
 
     Attributes:
       termination: "all_terminal", or "iteration_limit" when requests were still live or to come.
+      split: of a run of several engines, whose sums the others are.
     """
 
     config: SchedulerConfig
@@ -83,6 +87,7 @@ class SimulationResult:
     log: RequestLog = field(default_factory=RequestLog)
     timeline: Timeline = field(default_factory=Timeline)
     totals: Totals = field(default_factory=Totals)
+    split: SplitTotals | None = None
 
 
 class Simulator:
@@ -96,6 +101,7 @@ class Simulator:
       max_iterations: after which it stops, whoever is live.
       keep_ids: keep the requests' ids in the log.
       on_plan: called with every plan that runs.
+      log: where the requests go; None: a new one.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class Simulator:
         max_iterations: int = MAX_ITERATIONS,
         keep_ids: bool = False,
         on_plan: Callable[[StepPlan], None] | None = None,
+        log: RequestLog | None = None,
     ) -> None:
         self.scheduler = Scheduler(config, trace=trace)
         self._on_plan = on_plan
@@ -120,7 +127,7 @@ class Simulator:
         self._flights: deque[tuple[StepPlan, tuple[int, ...], float]] = deque()
         self._device_free_at = 0.0
         self._now = 0.0
-        self._result = SimulationResult(config, log=RequestLog(keep_ids=keep_ids))
+        self._result = SimulationResult(config, log=RequestLog(keep_ids=keep_ids) if log is None else log)
 
     def run(self) -> SimulationResult:
         """Simulates until no request is live or to come, or until the limit."""

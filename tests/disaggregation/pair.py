@@ -8,6 +8,7 @@ from typing import Any
 from jaxserve.config import EngineConfig
 from jaxserve.core import NO_TERMS, SamplingParams, Submission
 from jaxserve.disaggregation import PrefillServer, PrefillSettings, RemotePrefill, RemotePrefillSettings
+from jaxserve.disaggregation.metrics import DecodeMetrics, PrefillMetrics
 from jaxserve.engine import AsyncEngine
 from tests.server.running import until
 
@@ -53,10 +54,10 @@ class Pair:
     ) -> None:
         self.prefill, self.decode = prefill, decode
         self.server = PrefillServer(PrefillSettings(port=0, **(server or {})))
-        self.server.start(prefill)
+        self.server.start(prefill, _metrics(prefill, PrefillMetrics))
         workers = {"workers": (("127.0.0.1", self.server.port),)}
         self.remote = RemotePrefill(RemotePrefillSettings(**(workers | {"min_tokens": PAGE} | (remote or {}))))
-        self.remote.start(decode)
+        self.remote.start(decode, _metrics(decode, DecodeMetrics))
 
     def close(self) -> None:
         """Ends the connections; the engines stay."""
@@ -70,7 +71,6 @@ class Pair:
         *,
         remotely: bool = True,
         adapter: str = "",
-        **terms: Any,
     ) -> list[list[int]]:
         """Token ids of the outputs, all prompts at once, each choice in turn."""
         return asyncio.run(self._generate(prompts, params, remotely, adapter))
@@ -95,6 +95,18 @@ class Pair:
     def prefill_count(self, name: str, **labels: str) -> float:
         """A metric of the prefill engine."""
         return _sample(self.prefill, name, labels)
+
+
+_MADE: dict[tuple[int, type], Any] = {}
+
+
+def _metrics(engine: AsyncEngine, kind: type) -> Any:
+    """Those of an engine, which may have several pairs one after another."""
+    registry = engine.metrics.registry
+    key = (id(registry), kind)
+    if key not in _MADE:
+        _MADE[key] = kind(registry, engine.model_name)
+    return _MADE[key]
 
 
 def _sample(engine: AsyncEngine, name: str, labels: dict[str, str]) -> float:

@@ -68,7 +68,8 @@ def random_run(
 ) -> Harness:
     """A run with aborts, stop strings, stop ids, deadlines, refusals, reused ids, jumps of time and flushes.
 
-    `swaps`: half of the runs swap. `transfers`: some requests come with pages, or have theirs copied out. `changes`: settings that are not left to chance.
+    `swaps`: half of the runs swap. `transfers`: some requests come with pages, or have theirs copied out. `changes`:
+    settings that are not left to chance.
     """
     draw = random.Random(seed)
     config = with_swaps(random_config(draw), seed) if swaps else random_config(draw)
