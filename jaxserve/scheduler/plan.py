@@ -187,6 +187,13 @@ class StepPlan:
         return len(self.decode) + self.num_prefill_tokens
 
     @property
+    def num_copied_pages(self) -> int:
+        """Pages that are copied to the host or from it before the rows: swapped and imported ones."""
+        if not self.swaps and not self.imports:
+            return 0
+        return sum([len(swap.page_ids) for swap in self.swaps]) + sum([len(move.page_ids) for move in self.imports])
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Prompt tokens."""
         return sum([len(chunk.token_ids) for chunk in self.prefill]) if self.prefill else 0

@@ -226,11 +226,11 @@ class Scheduler(RowLander):
             return
         seconds = (now - max(flight.now, self._updated_at)) / num_steps
         if not self._step_time.fits:
-            if not (plan.swaps or plan.imports):
+            if not plan.num_copied_pages:
                 self._step_time.observe_fastest(seconds)
             return
         pairs = sum([attended_pairs(chunk.start, len(chunk.token_ids)) for chunk in plan.prefill])
-        num_swapped = sum([len(move.page_ids) for move in (*plan.swaps, *plan.imports)])
+        num_swapped = plan.num_copied_pages
         num_rows = len(plan.decode) if plan.num_steps == 1 else result.num_decode_tokens / num_steps
         self._step_time.observe(num_rows, plan.num_prefill_tokens, seconds, pairs=pairs, num_swapped=num_swapped)
 

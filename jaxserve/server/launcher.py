@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
@@ -33,6 +33,7 @@ from jaxserve.server.tls import TlsFiles, uvicorn_options
 
 if TYPE_CHECKING:  # they load jax
     from jaxserve.disaggregation import PrefillServer, RemotePrefill
+    from jaxserve.engine import AsyncEngine
 
 FLUSH_S = 5.0
 """Time for the last bytes of answers to leave after the engine has drained."""
@@ -151,7 +152,7 @@ class Launcher:
         try:
             for side in (self._remote_prefill, self._prefill_server):
                 if side is not None:
-                    side.start(self._engine)
+                    side.start(cast("AsyncEngine", self._engine))
         except (ValueError, RuntimeError, OSError) as error:
             return str(error)
         return ""

@@ -108,7 +108,7 @@ def features_of(plan: StepPlan, windows: Windows = ONE_GROUP) -> StepFeatures:
         prefill_attention=mean_seen(starts, counts, windows),
         prefill_context=context // len(windows),
         emitted=rows + emitted,
-        swapped_pages=sum([len(move.page_ids) for move in (*plan.swaps, *plan.imports)]),
+        swapped_pages=plan.num_copied_pages,
     )
 
 

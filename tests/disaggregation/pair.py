@@ -31,7 +31,7 @@ def make_engine(path: str, role: str, **settings: Any) -> AsyncEngine:
     """A ready engine."""
     engine = AsyncEngine(EngineConfig(model=str(path), disaggregation=role, **(SETTINGS | settings)))
     engine.start()
-    until(lambda: engine.state in ("ready", "dead"), 240, "engine ready")
+    until(lambda: engine.state in ("ready", "dead"), 900, "engine ready")
     assert engine.state == "ready", engine.error
     return engine
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
+import select
 import socket
 import threading
 import time
@@ -13,14 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.core import SamplingParams, StructuredOutputs
+from jaxserve.core import RejectedError, SamplingParams, StructuredOutputs, Submission
+from jaxserve.disaggregation.frames import Channel, Kind, proof
 from jaxserve.disaggregation.kv_layout import KVLayout
-from jaxserve.disaggregation.pull import Puller, Wanted
+from jaxserve.disaggregation.pull import Puller, PullError, Wanted
 from jaxserve.engine import AsyncEngine
 from jaxserve.runtime import COMPILES
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.replayer import replay
 from tests.disaggregation.pair import PAGE, Pair, make_engine
+from tests.models.tiny_models import FOLDER
 from tests.server.running import until
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -147,7 +152,8 @@ class CuttingProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.num_connections = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
 
     def _accept(self) -> None:
         while True:
@@ -156,23 +162,26 @@ class CuttingProxy:
             except OSError:
                 return
             self.num_connections += 1
-            far = socket.create_connection(("127.0.0.1", self._port))
             most = self._num_bytes if self._left > 0 else 1 << 60
             self._left -= 1
-            for source, target, limit in ((near, far, 1 << 60), (far, near, most)):
-                threading.Thread(target=self._forward, args=(source, target, limit), daemon=True).start()
+            self._threads.append(threading.Thread(target=self._forward, args=(near, most)))
+            self._threads[-1].start()
 
-    def _forward(self, source: socket.socket, target: socket.socket, limit: int) -> None:
-        with contextlib.suppress(OSError):
-            while limit > 0 and (data := source.recv(min(limit, 1 << 14))):
-                target.sendall(data)
-                limit -= len(data)
-        for each in (source, target):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+    def _forward(self, near: socket.socket, most: int) -> None:
+        with near, socket.create_connection(("127.0.0.1", self._port)) as far, contextlib.suppress(OSError):
+            while most > 0:
+                for source in select.select([near, far], [], [])[0]:
+                    data = source.recv(min(most, 1 << 14))
+                    if not data:
+                        return
+                    (far if source is near else near).sendall(data)
+                    most -= len(data) if source is far else 0
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        for thread in self._threads:
+            thread.join(60)
 
 
 @pytest.mark.parametrize("num_bytes", [2000, 9000, 20000])
