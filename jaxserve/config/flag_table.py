@@ -361,6 +361,12 @@ FLAGS: tuple[Flag, ...] = (
         ("trace", _TEXT, None, "the file that --trace_file wrote"),
         ("output", _TEXT, None, "write the replayed trace to this file"),
         ("perfetto", _TEXT, None, "write the trace to this file in Chrome's trace event format, for ui.perfetto.dev"),
+        (
+            "with_trace",
+            RepeatedParser(),
+            None,
+            "draw another engine's trace of that time and machine into perfetto too",
+        ),
         _QUIET,
     ),
     *_doctor(

@@ -66,6 +66,7 @@ def pair(engines: tuple[AsyncEngine, AsyncEngine], request: pytest.FixtureReques
     assert joined.server._exports.num_bytes == joined.remote._num_bytes == joined.remote._num_pulls == 0
     joined.close()
     for engine in engines:
+        until(lambda engine=engine: not engine.engine.has_work, 60, "the last step has landed")
         scheduler = engine.engine.scheduler
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.pages_owned) == (0, 0, 0)
         scheduler.check_invariants()
@@ -195,7 +196,7 @@ def test_a_connection_that_is_cut_goes_on_where_it_was(pair: Pair, num_bytes: in
     puller = Puller(("127.0.0.1", proxy.port), KVLayout.of(pair.decode.engine), "")
     again = puller.pull(Wanted("raw", tuple(prompt)), 20.0, threading.Event(), lambda: resumed.append(None))
     proxy.close()
-    assert (len(resumed), proxy.num_connections) == (1, 2)
+    assert len(resumed) == proxy.num_connections - 1 >= 1
     assert [(b.group, b.first, b.count) for b in again] == [(b.group, b.first, b.count) for b in whole]
     for one, other in zip(again, whole, strict=True):
         for leaf, same in zip(one.leaves, other.leaves, strict=True):
