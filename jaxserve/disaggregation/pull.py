@@ -7,6 +7,7 @@ prefill server sends is compared with what the prompt must have, block by block:
 from __future__ import annotations
 
 import array
+import contextlib
 import secrets
 import socket
 import threading
@@ -180,9 +181,14 @@ class Puller:
             self._greet(channel, len(wanted.prompt))
             prompt = memoryview(array.array("i", wanted.prompt).tobytes())
             channel.send(Kind.PULL, self._question(wanted, key, len(pages.blocks)), [prompt])
-            _, accepted = self._expect(channel, Kind.ACCEPT)
-            address = self._transport(accepted)
-            self._take(channel, pages, address, ends_at, cancelled)
+            try:
+                _, accepted = self._expect(channel, Kind.ACCEPT)
+                address = self._transport(accepted)
+                self._take(channel, pages, address, ends_at, cancelled)
+            except PullError:
+                with contextlib.suppress(OSError):
+                    channel.send(Kind.DONE)  # nobody comes back for the rest
+                raise
         finally:
             channel.close()
 
@@ -253,7 +259,6 @@ class Puller:
                 channel.send(Kind.DONE)
                 return
             if cancelled.is_set() or time.monotonic() > ends_at:
-                channel.send(Kind.DONE)
                 raise PullError("timeout", f"{self._name} did not compute the prompt in time")
 
     def _block(self, channel: Channel, pages: Pages, fields: dict[str, Any], address: str, ends_at: float) -> PageBlock:

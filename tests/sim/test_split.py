@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.replay import main as replay_main
 from jaxserve.scheduler import TraceWriter
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim import Arrival, Objectives, SimulationResult, Simulator, TimedSource, UnitCost, figures
@@ -115,6 +116,31 @@ def test_both_sides_traces_replay(tmp_path: Path) -> None:
         report = replay(TraceReader(tmp_path / name))
         assert report.difference is None and report.num_requests == 12
     assert sorted(writers) == ["decode0", "prefill0"]
+
+
+def test_both_sides_are_drawn_on_one_time_axis(tmp_path: Path) -> None:
+    writers: list[TraceWriter] = []
+
+    def make_trace(name: str, config: SchedulerConfig) -> TraceWriter:
+        writers.append(TraceWriter(tmp_path / f"{name}.jsonl", config=config))
+        return writers[-1]
+
+    run((5.0, 14, 2), make_trace=make_trace)
+    for writer in writers:
+        writer.close()
+    traces = [f"--trace={tmp_path}/decode0.jsonl", f"--with_trace={tmp_path}/prefill0.jsonl"]
+    assert replay_main(["replay", *traces, f"--perfetto={tmp_path}/both.json"]) == 0
+    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
+    drawn = [(e["pid"], e["ph"], e["name"], e["ts"], e.get("dur")) for e in events if "r0" in e["name"]]
+    assert drawn == [
+        (1, "b", "remote prefill r0", 0, None),
+        (1, "e", "remote prefill r0", 2_350_000, None),
+        (1, "X", "prefill r0", 2_350_000, 1_000_000),
+        (1, "X", "decode r0", 3_350_000, 1_000_000),
+        (2, "X", "prefill r0", 0, 2_000_000),
+    ]
+    with pytest.raises(SystemExit):
+        replay_main(["replay", *traces])
 
 
 def test_the_command_writes_figures_and_a_trace_of_every_engine(tmp_path: Path) -> None:
