@@ -24,6 +24,7 @@ from jaxserve.engine import AsyncEngine
 from jaxserve.runtime import COMPILES
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.replayer import replay
+from jaxserve.testing.tiny_lora import write_tiny_lora
 from tests.disaggregation.pair import PAGE, Pair, make_engine
 from tests.models.tiny_models import FOLDER
 from tests.server.running import until
@@ -439,10 +440,34 @@ def test_so_it_is_for_every_kind_of_pool(name: str, settings: dict[str, Any]) ->
     pair = Pair(*made)
     vocab_size = made[1].engine.limits.vocab_size
     for params in (GREEDY, SamplingParams(max_tokens=8, temperature=1.0, seed=5, n=2, ignore_eos=True)):
-        here, there = both(pair, prompts(30, (9, 40, 61, 33), vocab_size), params)
-        assert here == there
-        pair.decode.reset_prefix_cache()
+        wanted = prompts(30, (9, 40, 61, 33), vocab_size)
+        here = pair.generate(wanted, params, remotely=False)
+        for engine in made:  # what nobody wrote or brought is not read
+            until(lambda engine=engine: not engine.engine.has_work, 60, "the last step has landed")
+            engine.reset_prefix_cache()
+            engine.engine.runner.fill_pool(float("nan"))
+        assert pair.generate(wanted, params) == here
+        until(lambda: not made[1].engine.has_work, 60, "the last step has landed")
+        made[1].reset_prefix_cache()
     assert pair.count("kv_transfer_pulls_total") == 8
+    pair.close()
+    for engine in made:
+        engine.shutdown()
+
+
+def test_an_adapter_is_found_by_its_name(tiny_model_dir: Path, tmp_path: Path) -> None:
+    write_tiny_lora(tmp_path / "sql", tiny_model_dir)
+    lora = {"enable_lora": True, "max_loras": 1, "lora_modules": (f"sql={tmp_path}/sql",)}
+    made = [make_engine(str(tiny_model_dir), role, **lora) for role in ("prefill", "decode")]
+    pair = Pair(*made)
+    wanted = prompts(32, (40,))
+    base = pair.generate(wanted, GREEDY, remotely=False)
+    here = pair.generate(wanted, GREEDY, remotely=False, adapter="sql")
+    pair.decode.reset_prefix_cache()
+    assert pair.generate(wanted, GREEDY, adapter="sql") == here != base
+    # Its pages are found under the adapter alone.
+    assert pair.generate(wanted, GREEDY) == base
+    assert pair.count("kv_transfer_pulls_total") == 2
     pair.close()
     for engine in made:
         engine.shutdown()
