@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -138,7 +139,9 @@ class Launcher:
             await self._stop.wait()
             self._display.note(f"stopping: open requests have {settings.drain_grace_s:g} s; a second signal ends now")
             sides = asyncio.create_task(asyncio.to_thread(self._drain_sides))
-            if not await self._engine.drain(settings.drain_grace_s):
+            ends_at = time.monotonic() + settings.drain_grace_s
+            await service.drain(settings.drain_grace_s)
+            if not await self._engine.drain(max(ends_at - time.monotonic(), 0.0)):
                 self._display.note("stopping: the grace period is over; what was left has been cut short")
             await sides
         self._stop_sides()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,8 @@ class GenerationService:
     ) -> None:
         self.engine = engine
         self._remote_prefill = remote_prefill
+        self._draining = False
+        self._num_fetching = 0
         self.tool_call_parser = tool_call_parser
         self._longest_token = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompts")
@@ -61,7 +64,7 @@ class GenerationService:
 
     def check_ready(self, model: str | None = None) -> None:
         """Raises ApiError 503 unless the engine takes requests, 404 when `model` is no model or adapter of it."""
-        state = self.engine.state
+        state = "draining" if self._draining else self.engine.state
         if state in ("loading", "warming_up"):
             done, total, what = self.engine.progress
             message = f"the model is not ready: {what} ({done} of {total})"
@@ -75,6 +78,13 @@ class GenerationService:
             names = ", ".join(map(repr, self.model_names()))
             message = f"the model {model[:200]!r} does not exist; this server has {names}"
             raise ApiError("not_found", message, param="model", code="model_not_found")
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests, and waits for those whose prompts other servers are computing to be queued."""
+        self._draining = True
+        end = time.monotonic() + grace_s
+        while self._num_fetching and time.monotonic() < end:
+            await asyncio.sleep(0.02)
 
     def model_names(self) -> list[str]:
         """What requests may name as their model: the model, then its LoRA adapters."""
@@ -247,12 +257,16 @@ class GenerationService:
         ]
         if self._remote_prefill is None:
             return self.engine.submit_all(submissions)
-        fetched = await self._remote_prefill.fetch(submissions)
+        self._num_fetching += 1
         try:
-            return self.engine.submit_all(fetched)
-        except BaseException:
-            self._remote_prefill.release(fetched)
-            raise
+            fetched = await self._remote_prefill.fetch(submissions)
+            try:
+                return self.engine.submit_all(fetched)
+            except BaseException:
+                self._remote_prefill.release(fetched)
+                raise
+        finally:
+            self._num_fetching -= 1
 
     async def run[T](self, size: int, work: Callable[[], T], converts: bool = False) -> T:
         """The result of `work`, done in a thread unless it is small.
