@@ -11,10 +11,9 @@ PULL_FAILURES = (
     "layout",
     "token",
     "protocol",
-    "no_space",  # here, for the pages
 )
 """Why a prompt was not computed by a prefill server that was asked."""
-LOCAL_REASONS = ("short", "cached", "scores", "busy", *PULL_FAILURES, "no_worker")
+LOCAL_REASONS = ("short", "cached", "scores", "busy", "no_space", *PULL_FAILURES, "no_worker")
 """Why a decode server computed a prompt itself."""
 REFUSALS = ("busy", "layout", "token", "protocol", "invalid", "engine", "draining")
 """Why a prefill server refused a pull; `engine`: the engine did, by its queue's bounds or for its adapter."""

@@ -60,7 +60,7 @@ class PullError(JaxserveError):
     """A prefill server did not compute a prompt.
 
     Attributes:
-      reason: one of `metrics.PULL_FAILURES`.
+      reason: one of `metrics.LOCAL_REASONS`.
     """
 
     def __init__(self, reason: str, message: str) -> None:
