@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import threading
 from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import NO_TERMS, SamplingParams, Submission
 from jaxserve.disaggregation import PrefillServer, PrefillSettings, RemotePrefill, RemotePrefillSettings
+from jaxserve.disaggregation.kv_layout import KVLayout
 from jaxserve.disaggregation.metrics import DecodeMetrics, PrefillMetrics
+from jaxserve.disaggregation.pull import Puller, Wanted
 from jaxserve.engine import AsyncEngine
 from tests.server.running import until
 
@@ -25,6 +29,15 @@ SETTINGS: dict[str, Any] = dict(
     prefill_buckets=(24,),
     table_width_buckets=(24,),
 )
+
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+LENGTHS = (3, 5, 9, 40, 41, 61, 33)
+
+
+def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS, vocab_size: int = 250) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 def make_engine(path: str, role: str, **settings: Any) -> AsyncEngine:
@@ -115,3 +128,9 @@ def _sample(engine: AsyncEngine, name: str, labels: dict[str, str]) -> float:
     )
     assert found is not None, name
     return float(found)
+
+
+def pull_raw(pair: Pair, prompt: list[int], token: str = "", **others: Any) -> list[Any]:
+    layout = KVLayout.of(pair.decode.engine)
+    puller = Puller(("127.0.0.1", pair.server.port), layout, token)
+    return puller.pull(Wanted("raw", tuple(prompt), **others), 20.0, threading.Event())

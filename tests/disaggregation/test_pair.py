@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,61 +15,14 @@ import numpy as np
 import pytest
 
 from jaxserve.core import RejectedError, SamplingParams, StructuredOutputs, Submission
-from jaxserve.disaggregation.frames import Channel, Kind, proof
 from jaxserve.disaggregation.kv_layout import KVLayout
-from jaxserve.disaggregation.pull import Puller, PullError, Wanted
+from jaxserve.disaggregation.pull import Puller, Wanted
 from jaxserve.engine import AsyncEngine
 from jaxserve.runtime import COMPILES
-from jaxserve.scheduler.trace_reader import TraceReader
-from jaxserve.sim.replayer import replay
 from jaxserve.testing.tiny_lora import write_tiny_lora
-from tests.disaggregation.pair import PAGE, Pair, make_engine
+from tests.disaggregation.pair import GREEDY, PAGE, Pair, make_engine, prompts, pull_raw
 from tests.models.tiny_models import FOLDER
 from tests.server.running import until
-
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-LENGTHS = (3, 5, 9, 40, 41, 61, 33)
-TOKEN = "a token of the tests"
-
-
-def prompts(seed: int, lengths: tuple[int, ...] = LENGTHS, vocab_size: int = 250) -> list[list[int]]:
-    draw = random.Random(seed)
-    return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
-
-
-@pytest.fixture(scope="module")
-def engines(
-    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[AsyncEngine, AsyncEngine]]:
-    """A prefill and a decode engine on the tiny model, with traces."""
-    folder = tmp_path_factory.mktemp("traces")
-    made = [
-        make_engine(str(tiny_model_dir), role, trace_file=str(folder / f"{role}.jsonl"))
-        for role in ("prefill", "decode")
-    ]
-    yield made[0], made[1]
-    for engine in made:
-        engine.shutdown()
-        reader = TraceReader(str(engine.config.trace_file))
-        report = replay(reader)
-        assert report.difference is None, str(report.difference)
-        assert report.num_iterations > 0
-
-
-@pytest.fixture
-def pair(engines: tuple[AsyncEngine, AsyncEngine], request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """They joined; a parameter has settings of both sides. Afterwards nothing of either is left."""
-    joined = Pair(*engines, **getattr(request, "param", {}))
-    yield joined
-    until(lambda: not len(joined.server._exports), 10, "exports are gone")
-    assert joined.server._exports.num_bytes == joined.remote._num_bytes == joined.remote._num_pulls == 0
-    joined.close()
-    for engine in engines:
-        until(lambda engine=engine: not engine.engine.has_work, 60, "the last step has landed")
-        scheduler = engine.engine.scheduler
-        assert (scheduler.num_running, scheduler.num_waiting, scheduler.pages_owned) == (0, 0, 0)
-        scheduler.check_invariants()
-        engine.reset_prefix_cache()
 
 
 def both(pair: Pair, wanted: list[list[int]], params: SamplingParams) -> tuple[list[list[int]], list[list[int]]]:
@@ -138,12 +89,6 @@ def test_the_time_elsewhere_is_part_of_the_first_token_s(pair: Pair, monkeypatch
     pair.generate(prompts(5, (40,)), GREEDY)
     after = registry.get_sample_value(name, labels)
     assert after is not None and after - before > 0.3
-
-
-def pull_raw(pair: Pair, prompt: list[int], token: str = "", **others: Any) -> list[Any]:
-    layout = KVLayout.of(pair.decode.engine)
-    puller = Puller(("127.0.0.1", pair.server.port), layout, token)
-    return puller.pull(Wanted("raw", tuple(prompt), **others), 20.0, threading.Event())
 
 
 class CuttingProxy:
@@ -258,118 +203,6 @@ def test_pages_beyond_the_bound_are_not_sent(pair: Pair, reason: str) -> None:
     here, there = both(pair, prompts(9, (40, 61)), GREEDY)
     assert here == there
     assert pair.count("local_prefills_total", reason=reason) - before == 2
-
-
-@pytest.mark.parametrize("pair", [{"server": {"token": TOKEN}, "remote": {"token": TOKEN}}], indirect=True)
-def test_the_token_is_needed(pair: Pair) -> None:
-    (prompt,) = prompts(10, (40,))
-    pulls = pair.count("kv_transfer_pulls_total")
-    refused = pair.prefill_count("kv_export_refused_total", reason="token")
-    pair.generate([prompt], GREEDY)
-    assert pair.count("kv_transfer_pulls_total") - pulls == 1
-    for token in ("", TOKEN + "x"):
-        with pytest.raises(PullError, match="the token is wrong") as caught:
-            pull_raw(pair, prompt, token)
-        assert caught.value.reason == "token"
-    assert pair.prefill_count("kv_export_refused_total", reason="token") - refused == 2
-
-
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        ({"adapter": "sql"}, "the LoRA adapter 'sql' is not loaded"),
-        ({"deadline_s": -1.0}, "deadline"),
-        ({"priority": 1 << 40}, "priority is"),
-    ],
-)
-def test_what_the_other_engine_refuses_is_refused(pair: Pair, others: dict[str, Any], message: str) -> None:
-    with pytest.raises(PullError, match=message) as caught:
-        pull_raw(pair, prompts(11, (40,))[0], **others)
-    assert caught.value.reason == "refused"
-
-
-def test_half_a_page_is_refused(pair: Pair) -> None:
-    with pytest.raises(PullError, match="38 tokens are asked for; they must be whole pages of 4"):
-        pull_raw(pair, prompts(12, (38,))[0])
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        bytes([Kind.AUTH, 0, 0, 0]) + b"\xff" * 12,
-        bytes([Kind.PULL]) + bytes(15),
-    ],
-    ids=["http", "oversized", "out_of_order"],
-)
-def test_strangers_are_sent_away(pair: Pair, data: bytes) -> None:
-    before = pair.prefill_count("kv_export_refused_total", reason="protocol")
-    connection = socket.create_connection(("127.0.0.1", pair.server.port))
-    channel = Channel(connection, 5.0)
-    channel.receive(Kind.HELLO)
-    connection.sendall(data)
-    _, fields, _ = channel.receive(Kind.REFUSE)
-    assert fields["reason"] == "protocol"
-    assert pair.prefill_count("kv_export_refused_total", reason="protocol") - before == 1
-    channel.close()
-
-
-def begin_pull(pair: Pair, prompt: list[int], key: str = "k") -> Channel:
-    """A connection that has asked and was accepted."""
-    channel = Channel(socket.create_connection(("127.0.0.1", pair.server.port)), 60.0)
-    _, hello, _ = channel.receive(Kind.HELLO)
-    channel.send(Kind.AUTH, {"proof": proof("", hello["nonce"], "decode"), "nonce": "n"})
-    channel.receive(Kind.PROOF)
-    question = {"key": key, "first": 0, "request_id": f"of-{key}", "adapter": "", "tenant": "", "cache_salt": ""}
-    question |= {"traceparent": "", "layout": hello["layout"]}
-    channel.send(Kind.PULL, question, [memoryview(np.array(prompt, np.int32)).cast("B")])
-    channel.receive(Kind.ACCEPT)
-    return channel
-
-
-@pytest.mark.parametrize("pair", [{"server": {"hold_s": 0.2}}], indirect=True)
-def test_pages_that_nobody_comes_for_are_given_up(pair: Pair) -> None:
-    before = pair.prefill_count("kv_export_expired_total")
-    channel = begin_pull(pair, prompts(13, (40,))[0])
-    assert pair.prefill_count("kv_export_held_bytes") > 0
-    channel.close()
-    until(lambda: pair.prefill_count("kv_export_expired_total") == before + 1, 10, "the export is given up")
-    assert pair.prefill_count("kv_export_held_bytes") == 0
-
-
-def test_only_a_window_of_blocks_is_on_its_way(pair: Pair) -> None:
-    channel = begin_pull(pair, prompts(14, (92,))[0])
-
-    def next_frame() -> int:
-        kind, fields, size = channel.receive(Kind.BLOCK, Kind.WAIT, max_payload=1 << 20)
-        channel.read(size)
-        return int(fields["index"]) if kind is Kind.BLOCK else -1
-
-    # 23 pages in chunks of 6 tokens' pages; the engine has computed them long before the window opens.
-    until(lambda: not pair.prefill.engine.has_work, 60, "the prompt is computed")
-    assert [next_frame() for _ in range(4)] == [0, 1, 2, 3]
-    connection = channel._socket
-    connection.settimeout(0.3)
-    with pytest.raises(TimeoutError):
-        connection.recv(1)
-    connection.settimeout(60.0)
-    channel.send(Kind.ACK, {"index": 0})
-    assert next_frame() == 4
-    channel.send(Kind.DONE)
-    channel.close()
-
-
-def test_an_acknowledgement_of_what_was_not_sent_is_refused(pair: Pair) -> None:
-    channel = begin_pull(pair, prompts(15, (40,))[0])
-    _, _, size = channel.receive(Kind.BLOCK, max_payload=1 << 20)
-    channel.read(size)
-    channel.send(Kind.ACK, {"index": 77})
-    kind = None
-    while kind is not Kind.REFUSE:
-        kind, fields, size = channel.receive(Kind.BLOCK, Kind.REFUSE, Kind.END, max_payload=1 << 20)
-        channel.read(size)
-    assert "block 77 is acknowledged" in fields["message"]
-    channel.close()
 
 
 def test_who_goes_away_while_pages_come_leaves_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
