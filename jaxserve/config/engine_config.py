@@ -18,11 +18,17 @@ KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8", "fp8")
 ATTENTION_IMPLEMENTATIONS = ("auto", "reference", "cpu", "native_cpu", "mosaic_gpu", "mosaic_tpu")
 MATMUL_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
 DECODER_IMPLEMENTATIONS = ("auto", "xla", "native_cpu")
+DISAGGREGATIONS = ("none", "prefill", "decode")
 QUANTIZATIONS = ("gguf", "int8", "int4", "int8_channel", "fp8")
 MAX_PAGE_SIZE = 256
 MAX_LORA_RANK = 512
 MAX_GROUPS = 255
 """Most groups of layers."""
+
+
+def first_page_seen(num_tokens: int, window: int, page_size: int) -> int:
+    """The first page that the token after `num_tokens` sees under a window (0: none)."""
+    return max(num_tokens + 1 - window, 0) // page_size if window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,8 @@ class EngineConfig(PolicyConfig):
       control_address: where process 0 takes the other processes' connections; None: the port after the coordinator's.
       host_token_file: with the token they share; None: it is in the environment, see `hosts_config`.
       host_timeout_s: seconds after which a process that gives no sign of life is lost.
+      disaggregation: "prefill" computes prompts for other engines, "decode" has prompts computed by others, "none"
+        neither.
     """
 
     model: str = "smollm2-135m"
@@ -218,6 +226,7 @@ class EngineConfig(PolicyConfig):
     host_token_file: str | None = None
     host_timeout_s: float = 30.0
     trace_file: str | None = None
+    disaggregation: str = "none"
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
@@ -243,6 +252,7 @@ class EngineConfig(PolicyConfig):
                 f"weight_dtype is {self.weight_dtype} and dtype is {self.dtype}; with this dtype weights are of it too:"
                 " leave weight_dtype out, or use dtype float32"
             )
+        one_of("disaggregation", self.disaggregation, DISAGGREGATIONS)
         self._check_lora()
         check_hosts(self)
         if self.max_model_len is not None:
@@ -275,6 +285,11 @@ class EngineConfig(PolicyConfig):
     def swaps(self) -> bool:
         """Whether a preempted request's pages may go to the host."""
         return self.preemption in SWAPPING_PREEMPTIONS
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether K/V comes from other engines or goes to them."""
+        return self.disaggregation != "none"
 
     def scheduler_config(
         self, *, max_model_len: int, num_pages: int, num_host_pages: int | None = None, windows: tuple[int, ...] = (0,)

@@ -11,6 +11,7 @@ from absl.flags import ArgumentParser, BooleanParser
 from jaxserve.config.batch_flags import BATCH_FLAGS
 from jaxserve.config.bench_flags import BENCH_FLAGS, LOG_LEVELS
 from jaxserve.config.convert_flags import CONVERT_FLAGS
+from jaxserve.config.disaggregation_flags import DISAGGREGATION_FLAGS, SIMULATED_SPLIT_FLAGS
 from jaxserve.config.engine_config import (
     ATTENTION_IMPLEMENTATIONS,
     DECODER_IMPLEMENTATIONS,
@@ -129,6 +130,7 @@ FLAGS: tuple[Flag, ...] = (
         "Cost of an iteration",
         ("host_bandwidth", FloatParser(low=1e-3), 25.0, "GB/s between a chip and the host, for swapped pages"),
     ),
+    *SIMULATED_SPLIT_FLAGS,
     *_simulate(
         "Objectives and sweeps",
         ("slo_ttft_s", FloatParser(low=0), None, "most seconds from arrival to first token"),
@@ -298,6 +300,7 @@ FLAGS: tuple[Flag, ...] = (
     ),
     *_engine("Several hosts", *HOSTS_FLAGS),
     *SERVER_NETWORK_FLAGS,
+    *DISAGGREGATION_FLAGS,
     Flag(
         "tool_call_parser",
         "Tools",
@@ -331,6 +334,12 @@ FLAGS: tuple[Flag, ...] = (
         ("trace", _TEXT, None, "the file that --trace_file wrote"),
         ("output", _TEXT, None, "write the replayed trace to this file"),
         ("perfetto", _TEXT, None, "write the trace to this file in Chrome's trace event format, for ui.perfetto.dev"),
+        (
+            "with_trace",
+            RepeatedParser(),
+            None,
+            "draw another engine's trace of that time and machine into perfetto too",
+        ),
         _QUIET,
     ),
     *_doctor(

@@ -65,6 +65,11 @@ def check_hosts(config: EngineConfig) -> None:
             f"preemption is {config.preemption} with several processes, of which each holds a part of every page; use"
             " recompute or pause"
         )
+    if config.disaggregation != "none":
+        raise ValueError(
+            f"disaggregation is {config.disaggregation} with several processes, of which each holds a part of every"
+            " page; engines that move pages run in one process each"
+        )
 
 
 def control_address(config: EngineConfig) -> tuple[str, int]:

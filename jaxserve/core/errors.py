@@ -32,6 +32,7 @@ REJECTION_REASONS = (
     "deadline",
     "deadline_infeasible",
     "draining",
+    "prefill_unavailable",
     "invalid",
 )
 

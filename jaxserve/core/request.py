@@ -74,6 +74,8 @@ class Submission:
       prompt: its text, when it was text.
       grammar: the engine's compiled form of `params.structured_outputs`; None: compiled when it is submitted.
       adapter: name of a loaded LoRA adapter; "": none.
+      kv: K/V of its prompt that comes from elsewhere, or is to go there (`runtime.page_transfers`); None: neither.
+      received_at: instant of the engine's clock from which its times and its deadline count; None: of the submission.
     """
 
     prompt_token_ids: list[int]
@@ -83,6 +85,8 @@ class Submission:
     prompt: str | None = None
     grammar: object | None = None
     adapter: str = ""
+    kv: object | None = None
+    received_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,11 @@ class Request:
       free_running: set by the engine where no token of it waits for the host: an id of `stop_ids` or `max_tokens` ends
         it and nothing else, and all that decides on a token is on the device.
       operation, traceparent: see `Terms`.
+      num_imported_tokens: of the prompt, from its first, whose K/V was computed elsewhere and comes with the request:
+        whole pages, and fewer than the prompt has.
+      exports_kv: K/V of the prompt's full pages is copied out as it is computed.
+      received_at: instant from which its times count, where it came before it was queued; for records alone.
+      kv: where the runtime finds the pages to import, or puts those it exports; for the runtime alone.
     """
 
     request_id: str
@@ -131,6 +140,10 @@ class Request:
     free_running: bool = False
     operation: str = "text_completion"
     traceparent: str = ""
+    num_imported_tokens: int = 0
+    exports_kv: bool = False
+    kv: object | None = field(default=None, compare=False, repr=False)
+    received_at: float | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -156,7 +156,7 @@ class AsyncEngine:
     @property
     def adapters(self) -> LiveAdapters:
         """Its LoRA adapters."""
-        return LiveAdapters(self.engine.adapters, self._raise_unless_ready, self._wake)
+        return LiveAdapters(self.engine.adapters, self._raise_unless_ready, self.wake)
 
     def start_profile(self, folder: str) -> None:
         """Begins a trace of the process by jax's profiler, written into `folder` when it stops; may take seconds.
@@ -238,7 +238,7 @@ class AsyncEngine:
         if self.state == "dead":
             for stream in streams:
                 stream.fail(self._dead_error())
-        self._wake()
+        self.wake()
         return streams
 
     def abort(self, request_id: str) -> bool:
@@ -300,7 +300,8 @@ class AsyncEngine:
         except BaseException as error:
             self._die(error)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """A request was added to the engine itself."""
         with self._work:
             self._work.notify()
 

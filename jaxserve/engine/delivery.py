@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.core import FinishReason, Request
 from jaxserve.engine.grammar_state import GrammarStates
+from jaxserve.engine.kv_moves import forget_kv
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
 from jaxserve.engine.output_processor import OutputDelta, RequestState
@@ -138,6 +139,7 @@ class Delivery:
             self._scheduler.abort(request_id, now, reason)
         del self.states[request_id]
         self._grammars.drop(request_id)
+        forget_kv(state.request)
         if reason == FinishReason.DISPLACED:
             self._metrics.rejected(reason)
         else:

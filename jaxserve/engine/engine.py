@@ -40,6 +40,7 @@ from jaxserve.engine.adapters import Adapters
 from jaxserve.engine.delivery import Delivery, Sink
 from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
 from jaxserve.engine.iteration import Iterations
+from jaxserve.engine.kv_moves import with_kv
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
 from jaxserve.engine.served_model import agree, load_served_model, make_runner
@@ -229,6 +230,7 @@ class Engine:
         grammar = submission.grammar
         if grammar is None and params.structured_outputs is not None:
             grammar = self.compile_grammar(params.structured_outputs)
+        now = now if submission.received_at is None else submission.received_at
         requests = make_requests(
             submission.prompt_token_ids,
             params,
@@ -243,7 +245,7 @@ class Engine:
             adapter=self._find_adapter(submission.adapter),
         )
         self._grammars.check(requests[0])
-        return requests
+        return with_kv(requests, submission)
 
     def add(self, request: Request, index: int, sink: Sink) -> None:
         """Queues a request, choice `index` of its prompt; its deltas go to `sink`, on the stepping thread.
@@ -269,7 +271,7 @@ class Engine:
                     raise ValueError(rejection.message)
                 raise RejectedError(rejection)
             for request, index, sink in arrivals:
-                self._delivery.open(request, index, sink, now)
+                self._delivery.open(request, index, sink, now if request.received_at is None else request.received_at)
 
     def abort(self, request_id: str, reason: str = FinishReason.ABORT) -> bool:
         """Ends a request at any stage; False when it is not live. Its last delta is delivered."""
@@ -286,6 +288,23 @@ class Engine:
         with self._lock:
             for request_id in list(self._delivery.states):
                 self.abort(request_id, reason)
+
+    def num_cached_tokens(self, submission: Submission) -> int:
+        """Tokens of a prompt's beginning whose K/V is in the prefix cache at this moment.
+
+        Raises:
+          RejectedError: its adapter is not loaded.
+        """
+        adapter, terms = self._find_adapter(submission.adapter), submission.terms
+        request = Request(
+            submission.request_id,
+            tuple(submission.prompt_token_ids),
+            tenant=terms.tenant,
+            cache_salt=terms.cache_salt,
+            adapter=adapter.number if adapter else 0,
+        )
+        with self._lock:
+            return self.scheduler.num_cached_tokens(request)
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached page."""

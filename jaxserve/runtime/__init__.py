@@ -6,6 +6,7 @@ from jaxserve.runtime.compile_counter import COMPILES
 from jaxserve.runtime.engine_shapes import EngineShapes
 from jaxserve.runtime.memory_plan import MemoryPlan, format_bytes
 from jaxserve.runtime.mesh import make_mesh, mesh_of
+from jaxserve.runtime.page_transfers import PageBlock, PageSink, PageSource
 from jaxserve.runtime.programs import ProgramTable
 from jaxserve.runtime.runner import ModelRunner
 from jaxserve.runtime.step_handles import PreparedStep, RowScores, StepHandle, StepOutput
@@ -16,6 +17,9 @@ __all__ = [
     "EngineShapes",
     "MemoryPlan",
     "ModelRunner",
+    "PageBlock",
+    "PageSink",
+    "PageSource",
     "PreparedStep",
     "ProgramTable",
     "RowScores",

@@ -14,6 +14,7 @@ from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.models import ModelConfig, group_layers
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout, attention_implementation
 from jaxserve.runtime.memory_plan import MemoryPlan, bytes_on_a_device, make_plan, weights_bytes
+from jaxserve.runtime.page_transfers import MAX_OUTGOING
 from jaxserve.runtime.slot_state import abstract_slot_state
 from jaxserve.tables import BucketTable
 
@@ -81,8 +82,11 @@ class EngineShapes:
 
     @property
     def swap_bytes(self) -> int:
-        """A block of pages on its way out and one on its way in, which may lie beside a step on each device."""
-        return 2 * SWAP_BLOCK * self.kv.bytes_on_a_device(1) * self.config.swaps
+        """Blocks of pages that may lie beside a step on each device: one on its way out and one on its way in, and those
+        that leave for other engines."""
+        swaps, moves_kv = self.config.swaps, self.config.moves_kv
+        num_blocks = 2 * (swaps or moves_kv) + MAX_OUTGOING * moves_kv
+        return num_blocks * SWAP_BLOCK * self.kv.bytes_on_a_device(1)
 
     def guess_pages(self, allowed_bytes: int) -> int:
         """As many pages as there will be if memory is ample: a program compiled for them is then the one that runs."""

@@ -64,11 +64,11 @@ class PageSwapper:
 
     def warm_up(self, pool: KVPool) -> KVPool:
         """Runs both programs once, on the null page."""
-        block = self._programs.gather(pool, self._padded(()))
-        return self._programs.scatter(pool, block, self._padded(()))
+        block = self._programs.gather(pool, self._programs.put_page_ids(()))
+        return self._programs.scatter(pool, block, self._programs.put_page_ids(()))
 
     def _send(self, pool: KVPool, iteration: int, pages: Items[int], host_pages: Items[int]) -> None:
-        block = self._programs.gather(pool, self._padded(pages))
+        block = self._programs.gather(pool, self._programs.put_page_ids(pages))
         for array in jax.tree.leaves(block):
             array.copy_to_host_async()
         self._outgoing.append((block, host_pages, iteration))
@@ -84,9 +84,4 @@ class PageSwapper:
             return block
 
         block = jax.tree.map(block_of, self._host)
-        return self._programs.scatter(pool, self._programs.put_pages(block), self._padded(pages))
-
-    def _padded(self, pages: Items[int]) -> jax.Array:
-        ids = np.zeros(SWAP_BLOCK, np.int32)  # the rest is the null page
-        ids[: len(pages)] = pages
-        return self._programs.put(ids)
+        return self._programs.scatter(pool, self._programs.put_pages(block), self._programs.put_page_ids(pages))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.core import JaxserveError, MissingBucketError
@@ -127,6 +128,12 @@ class ProgramTable:
         scatter = jax.jit(scatter_pages, donate_argnums=0, out_shardings=self._kv.sharding)
         self._scatter = scatter.lower(pool, block, ids).compile()
         _check_in_place("the program that writes swapped pages", self._scatter, pool)
+
+    def put_page_ids(self, pages: Sequence[int]) -> jax.Array:
+        """Ids of at most `SWAP_BLOCK` pages, for `gather` and `scatter`; the rest is the null page."""
+        ids = np.zeros(SWAP_BLOCK, np.int32)
+        ids[: len(pages)] = pages
+        return self.put(ids)
 
     def put(self, arrays: Any) -> Any:
         """Host arrays, or a tree of them, on every device."""

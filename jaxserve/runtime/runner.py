@@ -21,6 +21,7 @@ from jaxserve.models import ModelConfig, stored_rank, zero_lora
 from jaxserve.runtime.engine_shapes import EngineShapes
 from jaxserve.runtime.memory_plan import MemoryPlan, check_pages_fit, free_bytes, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
+from jaxserve.runtime.page_transfers import PageTransfers
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
 from jaxserve.runtime.slot_state import SlotRow, join_state, slot_row, split_state
 from jaxserve.runtime.step_handles import PreparedStep, StepHandle, StepOutput
@@ -77,6 +78,7 @@ class ModelRunner:
         )
         self._builder = TableBuilder(self.scheduler_config, self.buckets, adapters="adapters" in params)
         self._swapper: PageSwapper | None = None
+        self._transfers: PageTransfers | None = None
         self._pool: Any = None
         self._state: Any = None
         # What a step without masks is given, by number of rows: nobody reads it.
@@ -89,6 +91,11 @@ class ModelRunner:
     def params(self) -> Any:
         """The weights as the programs take them."""
         return self._params
+
+    @property
+    def kv_layout(self) -> PoolLayout:
+        """Of the KV pool."""
+        return self._kv
 
     @property
     def page_bytes(self) -> int:
@@ -107,8 +114,12 @@ class ModelRunner:
             rows: self._programs.put(np.zeros((rows, words), np.uint32))
             for rows in {bucket.sample_rows for bucket in buckets}
         }
-        if config.swaps:
+        if config.swaps or config.moves_kv:
             self._programs.compile_swaps(self.memory_plan.num_pages)
+        if config.moves_kv:
+            self._transfers = PageTransfers(self._kv.abstract(SWAP_BLOCK), self._programs)
+            self._pool = self._transfers.warm_up(self._pool)
+        if config.swaps:
             self._swapper = PageSwapper(self._kv, self.memory_plan.num_host_pages, self._programs)
             self._pool = self._swapper.warm_up(self._pool)
         for bucket in buckets:
@@ -207,7 +218,10 @@ class ModelRunner:
                 outputs = outputs_of(placement.request_id)
                 row = slot_row(request, outputs, placement.last_token_id, self._model_config.vocab_size)
                 rows.append((placement.slot, row))
-        return PreparedStep(plan, rows, self._builder.build(plan, request_of))
+        moves = None
+        if self._transfers and (plan.imports or plan.exports):
+            moves = self._transfers.prepare(plan, request_of)
+        return PreparedStep(plan, rows, self._builder.build(plan, request_of), moves)
 
     def dispatch(self, prepared: PreparedStep) -> StepHandle:
         """Sends the tables and starts to compute the step's logits; does not wait for them.
@@ -218,12 +232,18 @@ class ModelRunner:
         plan, tables = prepared.plan, prepared.tables
         if self._swapper and plan.swaps:
             self._pool = self._swapper.run(self._pool, plan.iteration, plan.swaps)
+        moves = prepared.moves
+        if self._transfers and moves and moves.imports:
+            self._pool = self._transfers.run_imports(self._pool, moves)
         for slot, row in prepared.slot_rows:
             self._place(slot, row)
         # As they are: the call of a compiled program sends host arrays, in half the time that `device_put` takes.
         if tables.limits is not None:
             return self._start_loop(plan, tables.bucket, tables.ints, tables.floats, tables.limits)
-        return self._start(plan, tables.bucket, tables.ints, tables.floats)
+        handle = self._start(plan, tables.bucket, tables.ints, tables.floats)
+        if self._transfers and moves and moves.exports:
+            self._transfers.run_exports(self._pool, plan.iteration, moves)
+        return handle
 
     def sample(self, handle: StepHandle, masks: np.ndarray | None = None) -> None:
         """Starts to sample a step's tokens; does not wait for them.
@@ -250,6 +270,8 @@ class ModelRunner:
         sampled = np.asarray(handle.outputs.tokens)
         if self._swapper and handle.plan.swaps:
             self._swapper.settle(handle.plan.iteration)
+        if self._transfers and handle.plan.exports:
+            self._transfers.settle(handle.plan.iteration)
         if handle.plan.num_steps > 1:
             return StepOutput(_runs_of(sampled, len(handle.plan.decode)), handle.bucket, handle.outputs)
         tokens, rows = sampled.tolist(), handle.bucket.decode_rows

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.runtime.page_transfers import PreparedMoves
 from jaxserve.runtime.slot_state import SlotRow
 from jaxserve.runtime.steps import Forwarded, StepOutputs
 from jaxserve.scheduler.plan import StepPlan, StepResult
@@ -30,11 +31,12 @@ class RowScores:
 
 @dataclass(slots=True, eq=False)
 class PreparedStep:
-    """A packed plan: its tables, and the dense rows of requests that took a slot and edit logits."""
+    """A packed plan: its tables, the dense rows of requests that took a slot and edit logits, and pages it moves."""
 
     plan: StepPlan
     slot_rows: list[tuple[int, SlotRow]]
     tables: StepTables
+    moves: PreparedMoves | None = None
 
 
 @dataclass(slots=True)

@@ -112,7 +112,7 @@ def _check_held(scheduler: SchedulerState, holders: dict[int, Sequence]) -> None
     config = scheduler.config
     for sequence in holders.values():
         assert [each.window for each in sequence.holdings] == list(config.windows), f"{sequence.request_id}: groups"
-        counts = {each.num_pages for each in sequence.holdings if not sequence.is_swapped_out}
+        counts = {each.num_pages for each in sequence.holdings if not _lacks_pages(sequence)}
         assert len(counts) <= 1, f"{sequence.request_id} has had {counts} pages, not as many in every group"
         for holding in sequence.holdings:
             where = f"{sequence.request_id}, group {holding.group}"
@@ -120,6 +120,9 @@ def _check_held(scheduler: SchedulerState, holders: dict[int, Sequence]) -> None
             if sequence.is_swapped_out:
                 assert not holding.pages and sequence in scheduler._waiting, f"{where} is not swapped out"
                 assert len(holding.host_pages) == needed, f"{where}: {holding.host_pages} of {needed}"
+            elif sequence.num_to_import:
+                assert sequence in scheduler._waiting or sequence.slot in scheduler._unplaced, f"{where}: not imported"
+                assert len(holding.pages) <= needed, f"{where} has {len(holding.pages)} pages, not {needed} at most"
             elif not sequence.restarted and (sequence.finish_reason is None or holding.pages):
                 assert len(holding.pages) == needed, f"{where} has {len(holding.pages)} pages, not {needed}"
             _check_passed(config, sequence, holding)
@@ -138,6 +141,11 @@ def _check_passed(config: SchedulerConfig, sequence: Sequence, holding: Holding)
     if not sequence.restarted:
         unseen, passed = max(sequence.num_scheduled + 1 - holding.window, 0), holding.num_passed
         assert passed * config.page_size <= unseen, f"{where} gave {passed} pages of {unseen} tokens back"
+
+
+def _lacks_pages(sequence: Sequence) -> bool:
+    """Some of its pages are elsewhere, which need not be as many in every group."""
+    return sequence.is_swapped_out or sequence.num_to_import > 0
 
 
 def _ids(sequences: list[Sequence]) -> list[str]:

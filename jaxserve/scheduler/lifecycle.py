@@ -53,13 +53,17 @@ class Lifecycle(Moves):
           None when they were accepted; else why there is no place for all of them.
 
         Raises:
-          ValueError: there are none, a prompt is empty, or priorities differ.
+          ValueError: there are none, a prompt is empty, priorities differ, or what is imported is not whole pages, or
+            not less than the prompt.
         """
-        _check(requests)
+        _check(requests, self.config.page_size)
         sequences = [Sequence(request, number, now) for number, request in enumerate(requests, self._num_arrivals)]
         if self._windows != (0,):
             for sequence in sequences:
                 sequence.holdings = self._new_holdings(sequence)
+        for sequence in sequences:
+            if sequence.request.num_imported_tokens:
+                self._await_import(sequence, sequence.request.num_imported_tokens)
         self._num_arrivals += len(sequences)
         self.counters.offered += len(sequences)
         rejection = self._gate_refusal(requests, now)
@@ -224,12 +228,20 @@ class Lifecycle(Moves):
             self._trace.ended(sequence, now, early=early)
 
 
-def _check(requests: Items[Request]) -> None:
+def _check(requests: Items[Request], page_size: int) -> None:
     if not requests:
         raise ValueError("no request is given; there must be at least one")
     for request in requests:
         if not request.prompt_token_ids:
             raise ValueError(f"prompt of {request.request_id} has 0 tokens; it must have at least 1")
+        imported = request.num_imported_tokens
+        if imported and not (0 < imported < request.num_prompt_tokens and imported % page_size == 0):
+            raise ValueError(
+                f"{request.request_id} imports {imported} of {request.num_prompt_tokens} prompt tokens; it must be"
+                f" whole pages of {page_size} and fewer than all"
+            )
+        if imported and request.params.prompt_logprobs is not None:
+            raise ValueError(f"{request.request_id} wants its prompt scored, so none of it can be imported")
     if any(request.priority != requests[0].priority for request in requests[1:]):
         priorities = sorted({request.priority for request in requests})
         raise ValueError(f"requests that come together have priorities {priorities}; they must have one")

@@ -6,8 +6,9 @@ reservation and queue consistent with each other, so the decisions can be read w
 
 from __future__ import annotations
 
+from jaxserve.config.engine_config import first_page_seen
 from jaxserve.scheduler.holding import Holding
-from jaxserve.scheduler.plan import PageSwap
+from jaxserve.scheduler.plan import PageMove, PageSwap
 from jaxserve.scheduler.prefix_cache import Found, page_name, root_of
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight, SchedulerState
@@ -37,8 +38,8 @@ class Moves(SchedulerState):
     def _cached_pages(self, sequence: Sequence) -> list[Found] | None:
         """Pages of its beginning, by group; the last token is always computed, and so are prompts that want scores.
 
-        Of one that was swapped out, the pages that are still there need not be copied back. With a sliding window the
-        pages before a token and its window are not needed: a beginning is found by its last pages.
+        Of one that was swapped out, or whose pages are to be imported, those that are there need not be copied. With a
+        sliding window the pages before a token and its window are not needed: a beginning is found by its last pages.
 
         Returns:
           None where nothing is looked for.
@@ -46,7 +47,7 @@ class Moves(SchedulerState):
         config, cache = self.config, self._pages.cache
         if not config.enable_prefix_caching or sequence.num_held_pages:
             return None
-        if sequence.is_swapped_out:
+        if sequence.is_swapped_out or sequence.num_to_import:
             count = sequence.num_scheduled // config.page_size
             self._name_pages(sequence, count)
             names = sequence.page_names
@@ -177,7 +178,10 @@ class Moves(SchedulerState):
         for holding in victim.holdings:
             self._give_passed(victim, holding)
         mode = self._preemption.mode_for(victim)
-        if mode == "swap":
+        if victim.num_to_import:
+            self._release_pages(victim)
+            self._await_import(victim, victim.num_to_import)
+        elif mode == "swap":
             self._swap_out(victim)
         elif mode == "recompute":
             self.counters.count_recomputed(victim.request.service_class, victim.num_scheduled)
@@ -213,6 +217,37 @@ class Moves(SchedulerState):
         if pages:
             self._swap(sequence, False, pages, host_pages)
         self._free_host_pages(sequence)
+
+    def _await_import(self, sequence: Sequence, num_tokens: int) -> None:
+        """Of one that holds nothing: K/V of so many tokens is to be imported when it takes a slot."""
+        sequence.num_to_import = sequence.num_scheduled = num_tokens
+        for holding in sequence.holdings:
+            if holding.gives_back:
+                holding.num_passed = first_page_seen(num_tokens, holding.window, self.config.page_size)
+
+    def _import(self, sequence: Sequence) -> None:
+        """Takes promised pages for what the prefix cache does not have of it; the plan has them filled."""
+        count = sequence.num_to_import // self.config.page_size
+        for holding in sequence.holdings:
+            first, lacking = holding.num_pages, count - holding.num_pages
+            if lacking:
+                self._reservation.take(sequence, holding, lacking)
+                new = self._pages.allocate(lacking, passing=holding.gives_back)
+                holding.pages += new
+                self._imports.append(PageMove(sequence.request_id, holding.group, first, tuple(new)))
+        sequence.num_to_import = 0
+
+    def _export(self, sequence: Sequence) -> None:
+        """The plan copies out pages that it fills, of those of the prompt that a token after the prompt sees."""
+        config = self.config
+        count = min(sequence.num_scheduled, sequence.num_prompt_tokens) // config.page_size
+        for holding in sequence.holdings:
+            seen = first_page_seen(sequence.num_prompt_tokens, holding.window, config.page_size)
+            first, passed = max(sequence.num_exported_pages, seen), holding.num_passed
+            if first < count:
+                ids = tuple(holding.pages[first - passed : count - passed])
+                self._exports.append(PageMove(sequence.request_id, holding.group, first, ids))
+        sequence.num_exported_pages = max(count, sequence.num_exported_pages)
 
     def _swap(self, sequence: Sequence, out: bool, pages: list[int], host_pages: list[int]) -> None:
         self._swaps.append(PageSwap(sequence.request_id, out, tuple(pages), tuple(host_pages)))

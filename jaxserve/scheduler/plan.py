@@ -142,9 +142,22 @@ class PageSwap(NamedTuple):
     host_page_ids: tuple[int, ...]
 
 
+class PageMove(NamedTuple):
+    """Pages of one request in one group of layers whose K/V comes from another engine, or goes to one.
+
+    They are pages `first`, `first + 1`, ... of the request's tokens. An import happens on the device before the rows of
+    its plan, an export after them.
+    """
+
+    request_id: str
+    group: int
+    first: int
+    page_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration, in execution order: swaps, placements, page updates, decode rows and prefill chunks.
+    """One iteration, in execution order: swaps, imports, placements, page updates, rows and chunks, exports.
 
     Swaps are in the order in which they were decided. Decode rows and prefill chunks are each in the order in
     which their requests took their slots. An empty plan (no decode row and no chunk) is not dispatched.
@@ -160,6 +173,8 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     swaps: tuple[PageSwap, ...] = ()
     num_steps: int = 1
+    imports: tuple[PageMove, ...] = ()
+    exports: tuple[PageMove, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -170,6 +185,13 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens of this iteration's first step, against the token budget; later steps have no more."""
         return len(self.decode) + self.num_prefill_tokens
+
+    @property
+    def num_copied_pages(self) -> int:
+        """Pages that are copied to the host or from it before the rows: swapped and imported ones."""
+        if not self.swaps and not self.imports:
+            return 0
+        return sum([len(swap.page_ids) for swap in self.swaps]) + sum([len(move.page_ids) for move in self.imports])
 
     @property
     def num_prefill_tokens(self) -> int:

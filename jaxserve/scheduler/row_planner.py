@@ -20,6 +20,8 @@ class RowPlanner(Moves):
         """Of the requests that took a slot since the last plan, with the pages they bring along."""
         placements, pages = [], []
         for slot, sequence in self._unplaced.items():
+            if sequence.num_to_import:
+                self._import(sequence)
             outputs = len(sequence.output_token_ids)
             cached = sequence.num_cached_tokens
             placements.append(Placement(sequence.request_id, slot, outputs, sequence.last_token_id, cached))
@@ -101,6 +103,8 @@ class RowPlanner(Moves):
         lacking = -(-end // self.config.page_size) - sequence.num_pages
         if lacking > 0:
             self._take_pages(sequence, lacking, pages)
+        if sequence.request.exports_kv:
+            self._export(sequence)
         chunk = PrefillChunk(
             request_id=sequence.request_id,
             slot=sequence.slot,

@@ -58,6 +58,13 @@ it, but for those of a swapped request: their copy to the host stands in the str
 and for those that a sliding window has left behind: no plan reads them from the one on whose first token
 of the request does not see them, and `schedule` begins by giving them back.
 
+K/V from elsewhere
+------------------
+A request may come with K/V of its prompt's first pages (`num_imported_tokens`), computed by another engine. It waits
+and is promised pages like any other, its imported tokens counting as scheduled; the plan that places it says which
+pages they go to. One that loses its slot before that plan is as it came. A request that `exports_kv` has every page of
+its prompt copied out by the plan that fills it, so it owns no page longer than others do.
+
 What may never happen
 ---------------------
 - More tokens in a plan than the budget; a chunk longer than the limit; a prompt token while a
@@ -83,6 +90,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.core import Request
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.scheduler.prompt_choice import PromptChoice
 from jaxserve.scheduler.row_lander import RowLander
@@ -111,6 +119,13 @@ class Scheduler(RowLander):
         self._updated_at = -math.inf
         if trace:
             self._trace = TraceRecorder(self, trace)
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of a prompt's beginning that the prefix cache has now; nothing changes by asking."""
+        sequence = Sequence(request, -1, 0.0)
+        sequence.holdings = self._new_holdings(sequence)
+        found = self._cached_pages(sequence)
+        return min([first + len(pages) for first, pages in found]) * self.config.page_size if found else 0
 
     def reset_prefix_cache(self, now: float) -> None:
         """Forgets what every page holds: nothing that ran before is shared with what comes."""
@@ -163,6 +178,8 @@ class Scheduler(RowLander):
             preempted=tuple(self._preempted),
             swaps=tuple(self._swaps),
             num_steps=num_steps,
+            imports=tuple(self._imports),
+            exports=tuple(self._exports),
         )
         if not plan.empty:
             self._in_flight.append(
@@ -170,6 +187,7 @@ class Scheduler(RowLander):
             )
             self._preempted = []
             self._swaps = []
+            self._imports, self._exports = [], []
             self._passed = []
             self._num_plans += 1
         return plan
@@ -208,11 +226,11 @@ class Scheduler(RowLander):
             return
         seconds = (now - max(flight.now, self._updated_at)) / num_steps
         if not self._step_time.fits:
-            if not plan.swaps:
+            if not plan.num_copied_pages:
                 self._step_time.observe_fastest(seconds)
             return
         pairs = sum([attended_pairs(chunk.start, len(chunk.token_ids)) for chunk in plan.prefill])
-        num_swapped = sum([len(swap.page_ids) for swap in plan.swaps]) if plan.swaps else 0
+        num_swapped = plan.num_copied_pages
         num_rows = len(plan.decode) if plan.num_steps == 1 else result.num_decode_tokens / num_steps
         self._step_time.observe(num_rows, plan.num_prefill_tokens, seconds, pairs=pairs, num_swapped=num_swapped)
 

@@ -34,6 +34,9 @@ class Sequence:
       num_prefill_tokens: tokens that come in chunks: the prompt, and after a recompute the outputs it had.
       num_outputs_at_start: output tokens it had when it took its slot.
       num_cached_tokens: tokens found in the prefix cache when it took its first slot.
+      num_to_import: tokens whose K/V came with the request and is not in the pool yet, though they count as scheduled;
+        until it is, the sequence holds no pages but those it shares.
+      num_exported_pages: of its pages, from the first, those that plans have copied out.
       restarted: it lost its pages; until it gets a slot again nothing of it is in the pool.
       page_names: of its full pages as far as they were needed, see `prefix_cache`.
       num_named_pages: of its pages, from the first, those entered in the prefix cache.
@@ -54,6 +57,8 @@ class Sequence:
     num_setbacks: int = 0
     num_outputs_at_start: int = 0
     num_cached_tokens: int = 0
+    num_to_import: int = 0
+    num_exported_pages: int = 0
     restarted: bool = False
     page_names: list[bytes] = field(default_factory=list, repr=False)
     num_named_pages: int = 0

@@ -15,7 +15,7 @@ from jaxserve.scheduler.host_pages import HostPages
 from jaxserve.scheduler.length_estimator import LengthEstimator
 from jaxserve.scheduler.orders import ORDERS
 from jaxserve.scheduler.page_allocator import PageAllocator
-from jaxserve.scheduler.plan import PageSwap, StepPlan
+from jaxserve.scheduler.plan import PageMove, PageSwap, StepPlan
 from jaxserve.scheduler.preemption import PreemptionChoice
 from jaxserve.scheduler.reservations import RESERVATIONS
 from jaxserve.scheduler.sequence import Sequence
@@ -80,6 +80,8 @@ class SchedulerState:
         self._unplaced: dict[int, Sequence] = {}  # by slot: took it since the last plan
         self._preempted: list[str] = []  # since the last plan
         self._swaps: list[PageSwap] = []  # likewise
+        self._imports: list[PageMove] = []  # of the plan that is being made
+        self._exports: list[PageMove] = []  # likewise
         # Likewise: whose pages, slot, group, first page, count.
         self._passed: list[tuple[Sequence, int, int, int, int]] = []
         self._windows = config.windows

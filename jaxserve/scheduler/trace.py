@@ -28,6 +28,10 @@ Between iterations events may pile up: on an idle engine, or one that refuses ma
 them, and at a flush, comes a record of `kind` "events": `events`, `in_flight` and the lists of ids that
 ended or were rejected since the record before, and nothing of a plan. An iteration's record has no `kind`.
 
+Where K/V comes from another engine or goes to one, `imported` and `exported` of an iteration are [id, pages] pairs. An
+"add" then has `imports`, tokens of its prompt that came with it, and `received_at`, the instant at which it was asked
+for, null where nobody said; or `exports`.
+
 An event has `kind` ("add", "abort", "expire", "starve", "reset_prefix_cache"), `id` (empty where it is of no
 one request), `now` and `step`, the pair (plans made, plans updated) when it came: with steps in flight this
 places it exactly. An "add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`,
@@ -127,6 +131,11 @@ class TraceRecorder:
             details["pages"] = self._ordinals.new_of(sequence)
         if self._scheduler.config.max_decode_steps > 1:
             details["free_running"] = request.free_running
+        if request.num_imported_tokens:
+            details["imports"] = request.num_imported_tokens
+            details["received_at"] = request.received_at
+        if request.exports_kv:
+            details["exports"] = True
         if num_together > 1:
             details["together"] = num_together
         self._event(
@@ -197,6 +206,7 @@ class TraceRecorder:
                 "updated_at": scheduler._updated_at,
                 "preempted_next": list(scheduler._preempted),
                 **self._swapping(plan),
+                **_transfers(plan),
                 **self._sharing(plan),
                 "events": self._events,
             }
@@ -252,6 +262,14 @@ class TraceRecorder:
         self._events: list[dict[str, Any]] = []
         self._named: list[list[Any]] = []
         self._ids: dict[str, list[str]] = {key: [] for key in ("rejected", "completed", "aborted", "expired", "failed")}
+
+
+def _transfers(plan: StepPlan) -> dict[str, Any]:
+    pairs = {
+        key: [[move.request_id, len(move.page_ids)] for move in moves]
+        for key, moves in (("imported", plan.imports), ("exported", plan.exports))
+    }
+    return {key: moves for key, moves in pairs.items() if moves}
 
 
 class TraceWriter:

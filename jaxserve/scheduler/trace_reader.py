@@ -53,6 +53,8 @@ class AddEvent(TraceEvent):
       outcome: "slot", "queue" or the rejection's reason.
       scores: it shares no cached pages.
       free_running: no token of it waits for the host.
+      num_imported_tokens: of the prompt, that came with it; received_at: instant at which it was asked for.
+      exports: its pages are copied out.
       num_together: arrivals of one call, of which this is the first; the others follow it and say 1.
     """
 
@@ -66,6 +68,9 @@ class AddEvent(TraceEvent):
     scores: bool
     free_running: bool = False
     num_together: int = 1
+    num_imported_tokens: int = 0
+    exports: bool = False
+    received_at: float | None = None
 
     @property
     def accepted(self) -> bool:
@@ -142,6 +147,8 @@ class IterationRecord(EventsRecord):
     updated_at: float
     preempted_next: tuple[str, ...]
     named: tuple[tuple[str, tuple[int, ...]], ...]
+    imported: tuple[tuple[str, int], ...] = ()
+    exported: tuple[tuple[str, int], ...] = ()
 
     @property
     def completed_in_update(self) -> tuple[str, ...]:
@@ -265,6 +272,8 @@ def _record(line: TraceFields, num_updated: int) -> EventsRecord:
         updated_at=line.instant("updated_at"),
         preempted_next=line.ids("preempted_next"),
         named=line.named() if "named" in line.data else (),
+        imported=line.chunks("imported") if "imported" in line.data else (),
+        exported=line.chunks("exported") if "exported" in line.data else (),
     )
 
 
@@ -315,6 +324,9 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
                 scores=event.flag("scores") if "scores" in event.data else False,
                 free_running=event.flag("free_running") if "free_running" in event.data else False,
                 num_together=event.integer("together", 2) if "together" in event.data else 1,
+                num_imported_tokens=event.integer("imports", 1) if "imports" in event.data else 0,
+                exports=event.flag("exports") if "exports" in event.data else False,
+                received_at=event.instant_or_null("received_at") if "received_at" in event.data else None,
             )
         case "abort":
             if event.data.get("reason") not in tuple(FinishReason):

@@ -92,7 +92,8 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Puts in a sequence for which `refusal` is None."""
         self._lines[sequence.request.service_class].push(self._order.key(sequence), sequence)
-        if sequence.num_preemptions and not sequence.restarted and not sequence.is_swapped_out:
+        keeps_pages = not (sequence.restarted or sequence.is_swapped_out or sequence.num_to_import)
+        if sequence.num_preemptions and keeps_pages:
             self._paused.push(self._order.key(sequence), sequence)
         if self._by_rank is not None and not sequence.num_preemptions:
             self._by_rank.push((-sequence.request.priority, -sequence.arrival), sequence)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.config.api_keys import merged_keys
+from jaxserve.config.disaggregation_flags import check_disaggregation, kv_token
 from jaxserve.config.flags import engine_config_from_flags, exit_with, parse_flags
 from jaxserve.config.print_config import settings_as_flagfile, settings_as_json
 from jaxserve.core import RequestRecord
@@ -43,6 +44,11 @@ def main(argv: Sequence[str]) -> int:
         with contextlib.suppress(BrokenPipeError):  # a reader like `head` has seen enough
             print(as_text("server", flags), flush=True)
         return 0
+    try:
+        token = kv_token(flags.kv_token_file)
+        check_disaggregation(flags, token)
+    except ValueError as error:
+        exit_with(f"--{error}")
     set_log_format(flags.log_format)
     # jax reports every backend that is not there; what is used shows in the memory plan.
     logging.getLogger("jax").setLevel(logging.WARNING)
@@ -58,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
         process_id = join_processes(config)
     from jaxserve.engine import AsyncEngine
     from jaxserve.server.console import StartupDisplay
+    from jaxserve.server.disaggregated import disaggregation_sides
     from jaxserve.server.launcher import Launcher, ServerSettings
     from jaxserve.server.otel import SpanSink, otlp_exporter
     from jaxserve.server.request_log import RequestFeed, RequestLog
@@ -82,11 +89,16 @@ def main(argv: Sequence[str]) -> int:
         http=http,
         tls=tls,
         tool_call_parser=flags.tool_call_parser,
+        kv_host=flags.kv_host,
     )
     if process_id:
         from jaxserve.server.follower import follow_leader
 
         return follow_leader(config, settings, flags.log_format)
+    try:
+        remote_prefill, prefill_server = disaggregation_sides(flags, token)
+    except OSError as error:
+        exit_with(f"--kv_port: prefill cannot be served on {flags.kv_host}:{flags.kv_port}: {error}")
     display = StartupDisplay(
         plan_rows=lambda: engine.engine.runner.memory_plan.rows(), console=operator_console(flags.log_format)
     )
@@ -109,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
         stack.enter_context(StatsReporter(engine, flags.stats_interval_s))
 
         async def serve() -> int:
-            return await Launcher(engine, settings, display).run()
+            return await Launcher(engine, settings, display, remote_prefill, prefill_server).run()
 
         return asyncio.run(serve())
 

@@ -86,7 +86,7 @@ async def submit_chat(
     if spec.constrained or reading.is_forced:
         wanted, grammar = await service.constrain(lambda: _constraint(spec, reading))
     params = spec.sampling_params(structured_outputs=wanted, **reading.sampling, **sampling)
-    (stream,) = service.submit([prompt], lambda _: params, request_id, terms, grammar, spec.model)
+    (stream,) = await service.submit([prompt], lambda _: params, request_id, terms, grammar, spec.model)
     return stream, reading
 
 

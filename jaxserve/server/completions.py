@@ -53,7 +53,7 @@ async def begin_completion(
         return spec.sampling_params(**overrides)
 
     request_id = spec.request_id or new_request_id("cmpl")
-    streams = service.submit(prompts, params_of, request_id, spec.terms(headers, tenant), grammar, spec.model)
+    streams = await service.submit(prompts, params_of, request_id, spec.terms(headers, tenant), grammar, spec.model)
     return _Answer(service, spec, request_id, echoes, streams)
 
 

@@ -123,6 +123,18 @@ class AdaptersApi(Protocol):
     def unload(self, name: str) -> None: ...
 
 
+class RemotePrefillApi(Protocol):
+    """Has prompts computed by other servers; see `jaxserve.disaggregation.RemotePrefill`."""
+
+    async def fetch(self, submissions: Sequence[Submission]) -> list[Submission]:
+        """The same, with K/V where another server computed it."""
+        ...
+
+    def release(self, submissions: Sequence[Submission]) -> None:
+        """They were not taken: their K/V is forgotten."""
+        ...
+
+
 class EngineApi(Protocol):
     """An engine as its fronts see it; `submit_all`, `abort` and every property return at once."""
 

@@ -76,6 +76,7 @@ _REJECTIONS = {
     "never_fits": "invalid",
     "duplicate_id": "conflict",
     "draining": "unavailable",
+    "prefill_unavailable": "unavailable",
     "deadline": "expired",
 }
 

@@ -90,7 +90,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncGenerator[pb.GenerateResponse]:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._service.check_tokenizer()
-        (stream,) = self._service.submit([prompt], lambda _: params, request_id, terms, grammar, model)
+        (stream,) = await self._service.submit([prompt], lambda _: params, request_id, terms, grammar, model)
         # A call that ends while a message is being written never resumes this generator.
         context.add_done_callback(lambda _: stream.cancel())
         info: pb.PromptInfo | None = pb.PromptInfo(request_id=request_id, token_ids=prompt)

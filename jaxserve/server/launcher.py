@@ -14,7 +14,9 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 
@@ -29,6 +31,10 @@ from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
 from jaxserve.server.start_errors import start_error
 from jaxserve.server.tls import TlsFiles, uvicorn_options
+
+if TYPE_CHECKING:  # they load jax
+    from jaxserve.disaggregation import PrefillServer, RemotePrefill
+    from jaxserve.engine import AsyncEngine
 
 FLUSH_S = 5.0
 """Time for the last bytes of answers to leave after the engine has drained."""
@@ -45,6 +51,7 @@ class ServerSettings:
       http: the HTTP front's own settings; its keys, guards and body limit hold for gRPC too.
       tls: for both fronts; None: plain text.
       tool_call_parser: see `GenerationService`.
+      kv_host: address of a prefill server's own port, as it is told.
     """
 
     host: str = "127.0.0.1"
@@ -54,6 +61,7 @@ class ServerSettings:
     http: HttpSettings = field(default_factory=HttpSettings)
     tls: TlsFiles | None = None
     tool_call_parser: str = AUTO_TOOL_CALL_PARSER
+    kv_host: str = "127.0.0.1"
 
 
 class Launcher:
@@ -63,9 +71,19 @@ class Launcher:
       engine: not started yet; it loads in a thread of its own once the ports are bound.
       settings: see `ServerSettings`.
       display: what the operator sees.
+      remote_prefill: a decode server's; prefill_server: a prefill server's. Both are started when the engine is ready.
     """
 
-    def __init__(self, engine: EngineApi, settings: ServerSettings, display: StartupDisplay) -> None:
+    def __init__(
+        self,
+        engine: EngineApi,
+        settings: ServerSettings,
+        display: StartupDisplay,
+        remote_prefill: RemotePrefill | None = None,
+        prefill_server: PrefillServer | None = None,
+    ) -> None:
+        self._remote_prefill = remote_prefill
+        self._prefill_server = prefill_server
         self._engine = engine
         self._settings = settings
         self._display = display
@@ -78,7 +96,7 @@ class Launcher:
           The process's exit status.
         """
         settings = self._settings
-        service = GenerationService(self._engine, settings.tool_call_parser)
+        service = GenerationService(self._engine, settings.tool_call_parser, self._remote_prefill)
         try:
             http_socket = bind(settings.host, settings.http_port)
             grpc_server = GrpcServer(service, settings.host, settings.grpc_port, settings.http, settings.tls)
@@ -101,20 +119,48 @@ class Launcher:
         await grpc_server.start()
         http_address = address(settings.host, http_socket.getsockname()[1])
         started = await wait_until_ready(self._engine, self._stop)
-        if started:
+        failure = await asyncio.to_thread(self._start_sides) if started else ""
+        if failure:
+            self._display.fail(failure)
+        elif started:
             grpc_address = address(settings.host, grpc_server.port)
             scheme = "http" if settings.tls is None else "https"
             key, playground = bool(settings.http.api_keys), settings.http.enable_playground
             self._display.ready(self._engine.model_name, f"{scheme}://{http_address}", grpc_address, key, playground)
-            print(f"jaxserve ready http={http_address} grpc={grpc_address}", flush=True)
+            kv = f" kv={settings.kv_host}:{self._prefill_server.port}" if self._prefill_server else ""
+            print(f"jaxserve ready http={http_address} grpc={grpc_address}{kv}", flush=True)
             await self._stop.wait()
             self._display.note(f"stopping: open requests have {settings.drain_grace_s:g} s; a second signal ends now")
-            if not await self._engine.drain(settings.drain_grace_s):
+            sides = asyncio.create_task(asyncio.to_thread(self._drain_sides))
+            ends_at = time.monotonic() + settings.drain_grace_s
+            await service.drain(settings.drain_grace_s)
+            if not await self._engine.drain(max(ends_at - time.monotonic(), 0.0)):
                 self._display.note("stopping: the grace period is over; what was left has been cut short")
+            await sides
+        self._stop_sides()
         self._display.close()
         http_server.should_exit = True
         await asyncio.gather(http_task, grpc_server.stop(FLUSH_S))
-        return await self._end_engine(started)
+        return max(await self._end_engine(started), 1 if failure else 0)
+
+    def _start_sides(self) -> str:
+        """Begins to compute prompts for others, or to ask others for them; why that cannot be, or ""."""
+        try:
+            for side in (self._remote_prefill, self._prefill_server):
+                if side is not None:
+                    side.start(cast("AsyncEngine", self._engine))
+        except (ValueError, RuntimeError, OSError) as error:
+            return str(error)
+        return ""
+
+    def _drain_sides(self) -> None:
+        if self._prefill_server is not None:
+            self._prefill_server.drain(self._settings.drain_grace_s)
+
+    def _stop_sides(self) -> None:
+        for side in (self._remote_prefill, self._prefill_server):
+            if side is not None:
+                side.stop()
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -43,7 +43,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
                 deadline_s=seconds_left(context),
                 tenant=tenant_of_call(self._keys, context.invocation_metadata()),
             )
-            (stream,) = self._service.submit([prompt], lambda _: params, new_request_id("gen"), terms)
+            (stream,) = await self._service.submit([prompt], lambda _: params, new_request_id("gen"), terms)
             context.add_done_callback(lambda _: stream.cancel())
             try:
                 async for delta in stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any
 
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
 from jaxserve.core import NO_TERMS, SamplingParams, StructuredOutputs, Submission, Terms
-from jaxserve.server.engine_api import EngineApi, StreamApi, TokenizerApi
+from jaxserve.server.engine_api import EngineApi, RemotePrefillApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 from jaxserve.server.messages import ChatEnd
 from jaxserve.server.structured_fields import Constraint
@@ -34,10 +35,19 @@ class GenerationService:
     Args:
       engine: may still be loading; every method answers 503 until it is ready.
       tool_call_parser: name of the parser of tool calls, or "auto".
+      remote_prefill: has prompts computed elsewhere before they are submitted; None: all are computed here.
     """
 
-    def __init__(self, engine: EngineApi, tool_call_parser: str = AUTO_TOOL_CALL_PARSER) -> None:
+    def __init__(
+        self,
+        engine: EngineApi,
+        tool_call_parser: str = AUTO_TOOL_CALL_PARSER,
+        remote_prefill: RemotePrefillApi | None = None,
+    ) -> None:
         self.engine = engine
+        self._remote_prefill = remote_prefill
+        self._draining = False
+        self._num_fetching = 0
         self.tool_call_parser = tool_call_parser
         self._longest_token = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="prompts")
@@ -54,7 +64,7 @@ class GenerationService:
 
     def check_ready(self, model: str | None = None) -> None:
         """Raises ApiError 503 unless the engine takes requests, 404 when `model` is no model or adapter of it."""
-        state = self.engine.state
+        state = "draining" if self._draining else self.engine.state
         if state in ("loading", "warming_up"):
             done, total, what = self.engine.progress
             message = f"the model is not ready: {what} ({done} of {total})"
@@ -68,6 +78,13 @@ class GenerationService:
             names = ", ".join(map(repr, self.model_names()))
             message = f"the model {model[:200]!r} does not exist; this server has {names}"
             raise ApiError("not_found", message, param="model", code="model_not_found")
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests, and waits for those whose prompts other servers are computing to be queued."""
+        self._draining = True
+        end = time.monotonic() + grace_s
+        while self._num_fetching and time.monotonic() < end:
+            await asyncio.sleep(0.02)
 
     def model_names(self) -> list[str]:
         """What requests may name as their model: the model, then its LoRA adapters."""
@@ -211,7 +228,7 @@ class GenerationService:
             )
             raise ApiError("invalid", message, param=param, code="context_length_exceeded")
 
-    def submit(
+    async def submit(
         self,
         prompts: Sequence[list[int]],
         params_of: Callable[[int], SamplingParams],
@@ -234,12 +251,22 @@ class GenerationService:
         """
         adapter = "" if model is None or model == self.engine.model_name else model
         names = [request_id] if len(prompts) == 1 else [f"{request_id}-{index}" for index in range(len(prompts))]
-        return self.engine.submit_all(
-            [
-                Submission(ids, params_of(len(ids)), name, terms, grammar=grammar, adapter=adapter)
-                for ids, name in zip(prompts, names, strict=True)
-            ]
-        )
+        submissions = [
+            Submission(ids, params_of(len(ids)), name, terms, grammar=grammar, adapter=adapter)
+            for ids, name in zip(prompts, names, strict=True)
+        ]
+        if self._remote_prefill is None:
+            return self.engine.submit_all(submissions)
+        self._num_fetching += 1
+        try:
+            fetched = await self._remote_prefill.fetch(submissions)
+            try:
+                return self.engine.submit_all(fetched)
+            except BaseException:
+                self._remote_prefill.release(fetched)
+                raise
+        finally:
+            self._num_fetching -= 1
 
     async def run[T](self, size: int, work: Callable[[], T], converts: bool = False) -> T:
         """The result of `work`, done in a thread unless it is small.

@@ -48,6 +48,15 @@ def print_run(title: str, figures: dict[str, Any]) -> None:
         f" {figures['termination']}",
         soft_wrap=True,
     )
+    if (split := figures.get("split")) is not None:
+        console.print(
+            f"{split['prefill_engines']} prefill and {split['decode_engines']} decode engines; prefill busy"
+            f" {_shown(split['prefill_busy_share'], '.1%')}, links {_shown(split['link_busy_share'], '.1%')};"
+            f" {split['sent_requests']} prompts sent, {split['short_prompts']} short,"
+            f" {split['refused_prompts']} refused; transfer p50 {_shown(split['transfer_s']['p50'], '.3g')} s,"
+            f" p99 {_shown(split['transfer_s']['p99'], '.3g')} s",
+            soft_wrap=True,
+        )
     if figures["preemptions"]:
         costs = f"{figures['recomputed_tokens']} tokens computed again, {figures['swapped_pages']} pages swapped"
         console.print(f"preempted: {figures['preemptions']} times; {costs}")

@@ -31,7 +31,7 @@ class StepFeatures:
       prefill_attention: sum over prefill tokens of the tokens each attends to, itself included.
       prefill_context: K/V tokens the chunks read, each chunk's once: its end position.
       emitted: positions that sample a token.
-      swapped_pages: copied to the host or back.
+      swapped_pages: copied to the host or back, imported ones included.
       dispatches: 1; 0 of the second and later of several decode steps, which the host has no part in.
     """
 
@@ -108,7 +108,7 @@ def features_of(plan: StepPlan, windows: Windows = ONE_GROUP) -> StepFeatures:
         prefill_attention=mean_seen(starts, counts, windows),
         prefill_context=context // len(windows),
         emitted=rows + emitted,
-        swapped_pages=sum([len(swap.page_ids) for swap in plan.swaps]),
+        swapped_pages=plan.num_copied_pages,
     )
 
 

@@ -205,7 +205,10 @@ def _work(
         written[request_id] += count
     context = mean_seen(firsts, counts, windows)
     attention = mean_seen(starts, [count for _, count in record["prefill"]], windows)
-    swapped = sum(pages for _, pages in (*record.get("swapped_out", ()), *record.get("swapped_in", ())))
+    swapped = sum(
+        pages
+        for _, pages in (*record.get("swapped_out", ()), *record.get("swapped_in", ()), *record.get("imported", ()))
+    )
     # Where every row had ended before it began, no step ran.
     steps = max(counts, default=1) if record.get("decode_steps", 1) > 1 else 1
     return tuple(map(float, (steps, sum(counts), context, tokens, attention, swapped, 1)))

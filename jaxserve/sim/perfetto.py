@@ -30,7 +30,6 @@ from jaxserve.scheduler.trace_reader import (
 )
 from jaxserve.sim.iteration_spans import Span, Spans
 
-_PROCESS = 1
 _ENGINE_TRACK = 0
 
 
@@ -53,18 +52,20 @@ class PerfettoFile:
       file: open for text.
       model: for the title.
       num_slots: a track for each.
+      process: its number, where several engines are drawn into one file, from 1 on; the first begins the file.
     """
 
-    def __init__(self, file: TextIO, model: str, num_slots: int) -> None:
+    def __init__(self, file: TextIO, model: str, num_slots: int, process: int = 1) -> None:
         self._file = file
+        self._process = process
         self._holdings: dict[int, _Holding] = {}  # by slot
         self._origin: float | None = None
-        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        file.write(_line(_metadata("process_name", _ENGINE_TRACK, name=f"jaxserve {model}".strip())))
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n' if process == 1 else ",\n")
+        file.write(_line(self._metadata("process_name", _ENGINE_TRACK, name=f"jaxserve {model}".strip())))
         tracks = ["engine", *(f"slot {slot}" for slot in range(num_slots))]
         for track, name in enumerate(tracks):
-            self._put(_metadata("thread_name", track, name=name))
-            self._put(_metadata("thread_sort_index", track, sort_index=track))
+            self._put(self._metadata("thread_name", track, name=name))
+            self._put(self._metadata("thread_sort_index", track, sort_index=track))
 
     def begin_at(self, now: float) -> None:
         """Makes `now` the time 0, unless something has been drawn."""
@@ -85,13 +86,25 @@ class PerfettoFile:
 
     def instant(self, name: str, now: float, args: dict[str, Any]) -> None:
         """Draws something that took no time."""
-        place = {"pid": _PROCESS, "tid": _ENGINE_TRACK, "ts": self._microseconds(now)}
+        place = {"pid": self._process, "tid": _ENGINE_TRACK, "ts": self._microseconds(now)}
         self._put({"ph": "i", "name": name, "cat": "event", **place, "s": "p", "args": args})
+
+    def elsewhere(self, request_id: str, began_at: float, ended_at: float, num_tokens: int) -> None:
+        """Draws the time in which a request's beginning was computed by another engine, and came."""
+        place = {"cat": "remote prefill", "id": request_id, "pid": self._process, "tid": _ENGINE_TRACK}
+        name = f"remote prefill {request_id}"
+        begin = {"ph": "b", "name": name, **place, "ts": self._microseconds(began_at)}
+        self._put(begin | {"args": {"request": request_id, "tokens": num_tokens}})
+        self._put({"ph": "e", "name": name, **place, "ts": self._microseconds(ended_at)})
+
+    def end_engine(self) -> None:
+        """Writes what is open; another engine may follow in the file."""
+        for slot in sorted(self._holdings):
+            self._end(slot)
 
     def close(self) -> None:
         """Writes what is open and the end; the file stays open."""
-        for slot in sorted(self._holdings):
-            self._end(slot)
+        self.end_engine()
         self._file.write("\n]}\n")
 
     def _step(self, view: IterationView) -> None:
@@ -123,16 +136,19 @@ class PerfettoFile:
         self, track: int, name: str, cat: str, began_at: float, ended_at: float, args: dict[str, Any]
     ) -> None:
         begin, end = self._microseconds(began_at), self._microseconds(ended_at)
-        place = {"pid": _PROCESS, "tid": track, "ts": begin, "dur": end - begin}
+        place = {"pid": self._process, "tid": track, "ts": begin, "dur": end - begin}
         self._put({"ph": "X", "name": name, "cat": cat, **place, "args": args})
 
     def _counter(self, name: str, now: float, **values: int) -> None:
-        self._put({"ph": "C", "name": name, "pid": _PROCESS, "ts": self._microseconds(now), "args": values})
+        self._put({"ph": "C", "name": name, "pid": self._process, "ts": self._microseconds(now), "args": values})
 
     def _microseconds(self, now: float) -> int:
         if self._origin is None:
             self._origin = now
         return round((now - self._origin) * 1e6)
+
+    def _metadata(self, kind: str, track: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": self._process, "tid": track, "args": args}
 
     def _put(self, event: dict[str, Any]) -> None:
         self._file.write(",\n" + _line(event))
@@ -144,10 +160,11 @@ class PerfettoWriter(PerfettoFile):
     Args:
       file: open for text.
       header: of the trace.
+      process: see `PerfettoFile`.
     """
 
-    def __init__(self, file: TextIO, header: TraceHeader) -> None:
-        super().__init__(file, header.model, header.config.max_num_seqs)
+    def __init__(self, file: TextIO, header: TraceHeader, process: int = 1) -> None:
+        super().__init__(file, header.model, header.config.max_num_seqs, process)
         self._spans = Spans()
 
     def __call__(self, record: EventsRecord, plan: StepPlan | None) -> None:
@@ -161,6 +178,8 @@ class PerfettoWriter(PerfettoFile):
         match event:
             case AddEvent() if not event.accepted:
                 self.instant("rejected", event.now, {"request": event.request_id, "reason": event.outcome})
+            case AddEvent() if event.received_at is not None:
+                self.elsewhere(event.request_id, event.received_at, event.now, event.num_imported_tokens)
             case AddEvent():
                 self.begin_at(event.now)
             case AbortEvent():
@@ -204,10 +223,6 @@ def _view(record: IterationRecord, plan: StepPlan, span: Span) -> IterationView:
         pages_owned=record.pages_owned,
         decode_tokens=record.decode_tokens if plan.num_steps > 1 else (),
     )
-
-
-def _metadata(kind: str, track: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": track, "args": args}
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -265,6 +265,9 @@ def _request(event: AddEvent, tokens: DummyTokens) -> Request:
         tenant=event.tenant,
         service_class=event.service_class,
         free_running=event.free_running,
+        num_imported_tokens=event.num_imported_tokens,
+        exports_kv=event.exports,
+        received_at=event.received_at,
     )
 
 

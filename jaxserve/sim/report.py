@@ -35,6 +35,7 @@ from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.sim.histogram import Histogram
 from jaxserve.sim.request_log import COMPLETED, RequestLog
 from jaxserve.sim.simulator import SimulationResult
+from jaxserve.sim.split import SplitTotals
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 LATENCIES = ("ttft_s", "itl_s", "tpot_s", "e2e_s", "queue_s")
@@ -97,18 +98,36 @@ def figures(result: SimulationResult, objectives: Objectives) -> dict[str, Any]:
         "slot_utilisation": (totals.slot_steps - totals.wasted_rows) / (steps * config.max_num_seqs),
         "wasted_rows": totals.wasted_rows,
         "budget_utilisation": totals.tokens / (steps * config.max_num_batched_tokens),
-        "busy_share": _ratio(totals.busy_s, duration_s),
+        "busy_share": _ratio(totals.busy_s, duration_s * (result.split.num_decode if result.split else 1)),
         "recomputed_tokens": sum(totals.recomputed_tokens.values()),
         "recomputed_tokens_by_service_class": totals.recomputed_tokens,
         "swapped_pages": sum(totals.swapped_pages.values()),
         "swapped_pages_by_service_class": totals.swapped_pages,
         "cached_tokens": totals.cached_tokens,
         "largest_pages_owned": max((span.pages_owned for span in result.timeline.spans), default=0),
+        **({} if result.split is None else {"split": _split_figures(result.split, duration_s)}),
         "largest_queue": max((span.queue for span in result.timeline.spans), default=0),
         "classes": {
             name: columns.figures(columns.class_index == index, log.gaps[index])
             for index, name in enumerate(log.classes)
         },
+    }
+
+
+def _split_figures(split: SplitTotals, duration_s: float) -> dict[str, Any]:
+    """Of the prefill engines and their links."""
+    engines_s = duration_s * split.num_prefill
+    return {
+        "prefill_engines": split.num_prefill,
+        "decode_engines": split.num_decode,
+        "prefill_busy_share": _ratio(split.prefill.busy_s, engines_s),
+        "prefill_tokens": split.prefill.tokens,
+        "link_busy_share": _ratio(split.link_busy_s, engines_s),
+        "sent_requests": split.sent_requests,
+        "sent_pages": split.sent_pages,
+        "transfer_s": _summary(np.array(split.transfer_s)),
+        "short_prompts": split.short_prompts,
+        "refused_prompts": split.refused_prompts,
     }
 
 

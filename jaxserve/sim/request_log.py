@@ -78,7 +78,7 @@ class RequestLog:
             self.service_classes.append(arrival.request.service_class)
         if self.ids is not None:
             self.ids.append(arrival.request.request_id)
-        self.arrived_at.append(arrival.at)
+        self.arrived_at.append(arrival.at if arrival.asked_at is None else arrival.asked_at)
         for column in (self.started_at, self.first_at, self.last_at, self.ended_at):
             column.append(NEVER)
         self.largest_gap_s.append(0.0)

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf, nextafter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason
@@ -28,6 +28,9 @@ from jaxserve.sim.cost_model import CostModel, plan_s
 from jaxserve.sim.request_log import COMPLETED, LiveRequest, RequestLog
 from jaxserve.sim.source import OTHER_ID, STOP_ID, Source
 from jaxserve.sim.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from jaxserve.sim.split import SplitTotals
 
 ALL_TERMINAL, ITERATION_LIMIT = "all_terminal", "iteration_limit"
 MAX_ITERATIONS = 100_000_000
@@ -76,6 +79,7 @@ class SimulationResult:
 
     Attributes:
       termination: "all_terminal", or "iteration_limit" when requests were still live or to come.
+      split: of a run of several engines, whose sums the others are.
     """
 
     config: SchedulerConfig
@@ -83,6 +87,7 @@ class SimulationResult:
     log: RequestLog = field(default_factory=RequestLog)
     timeline: Timeline = field(default_factory=Timeline)
     totals: Totals = field(default_factory=Totals)
+    split: SplitTotals | None = None
 
 
 class Simulator:

@@ -29,12 +29,14 @@ class Arrival:
       request: as the scheduler gets it.
       num_output_tokens: after which it ends; 0 or more, at most `request.max_tokens`.
       class_name: under which the report counts it.
+      asked_at: instant from which its latencies count, where it was elsewhere before; None: `at`.
     """
 
     at: float
     request: Request
     num_output_tokens: int
     class_name: str
+    asked_at: float | None = None
 
 
 class Source(Protocol):

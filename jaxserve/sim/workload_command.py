@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from absl.flags import FlagValues
@@ -15,8 +16,9 @@ from jaxserve.sim.fixed_workload import load_workload
 from jaxserve.sim.fleet import Fleet, fleet_figures
 from jaxserve.sim.report import Objectives, figures
 from jaxserve.sim.roofline import CHIPS, ModelShape, RooflineCost
-from jaxserve.sim.settings import scheduler_config
+from jaxserve.sim.settings import parse_sweep, scheduler_config
 from jaxserve.sim.simulator import MAX_ITERATIONS, SimulationResult, Simulator
+from jaxserve.sim.split import Link, Split
 from jaxserve.sim.workload import Workload
 
 _BITS = {"float32": 32, "bfloat16": 16}
@@ -39,8 +41,10 @@ class WorkloadCommand:
             raise ValueError(f"trace_file and {sweeps[0]} are given; a trace is of one run")
         if not 0.0 < flags.slo_share <= 1.0:
             raise ValueError(f"slo_share is {flags.slo_share}; it must be in (0, 1]")
-        one_only = [name for name in ("trace_file", "plots") if flags[name].value and flags.num_replicas > 1]
-        if one_only:
+        one_only = [name for name in ("trace_file", "plots", "prefill_engines") if flags[name].value]
+        if flags.decode_engines > 1:
+            one_only.append("decode_engines")
+        if one_only and flags.num_replicas > 1:
             raise ValueError(
                 f"{one_only[0]} and num_replicas are given; it is of one replica, leave one of the two out"
             )
@@ -63,6 +67,8 @@ class WorkloadCommand:
     def run(self, workload: Workload, config: SchedulerConfig) -> SimulationResult:
         """One run of one replica."""
         flags = self._flags
+        if flags.prefill_engines or flags.decode_engines > 1:
+            return self._run_split(workload, config)
         trace = TraceWriter(flags.trace_file, model="simulated", config=config) if flags.trace_file else None
         simulator = Simulator(
             config,
@@ -75,6 +81,48 @@ class WorkloadCommand:
         if trace:
             trace.close()
         return result
+
+    def _run_split(self, workload: Workload, config: SchedulerConfig) -> SimulationResult:
+        flags = self._flags
+        changes = {
+            name: values[text] for name, values in map(parse_sweep, flags.prefill_setting or ()) for text in values
+        }
+        prefill = self.config(changes) if changes else config
+        traces: list[TraceWriter] = []
+
+        def make_trace(name: str, config: SchedulerConfig) -> TraceWriter | None:
+            if not flags.trace_file:
+                return None
+            path = Path(flags.trace_file)
+            traces.append(
+                TraceWriter(path.with_suffix(f".{name}{path.suffix}"), model=f"simulated {name}", config=config)
+            )
+            return traces[-1]
+
+        split = Split(
+            prefill,
+            config,
+            self.cost_model,
+            Link(flags.link_bandwidth * 1e9, flags.link_latency_s, self._page_bytes(config)),
+            num_prefill=flags.prefill_engines,
+            num_decode=flags.decode_engines,
+            min_tokens=flags.remote_prefill_min_tokens,
+            max_iterations=flags.iteration_limit or MAX_ITERATIONS,
+            make_trace=make_trace,
+        )
+        result = split.run(workload.source())
+        for trace in traces:
+            trace.close()
+        return result
+
+    def _page_bytes(self, config: SchedulerConfig) -> float:
+        """Of a page in one group of layers, on all chips of an engine."""
+        token_bytes = self._flags.kv_token_bytes
+        if token_bytes is None:
+            if not isinstance(self.cost_model, RooflineCost):
+                raise ValueError("kv_token_bytes is not set; only the roofline knows the bytes of a token's K/V itself")
+            token_bytes = self.cost_model.kv_token_bytes * self.cost_model.num_chips
+        return float(token_bytes) * config.page_size / len(config.windows)
 
     def figures(self, config: SchedulerConfig, rate: float | None = None) -> dict[str, Any]:
         """Of one run, at another rate where one is given."""
@@ -103,10 +151,13 @@ class WorkloadCommand:
     def settings(self) -> dict[str, Any]:
         """What was asked for, for the output."""
         flags = self._flags
-        names = ["workload", "rate", "cost_model", "cost_file"]
+        names = ["workload", "rate", "cost_model", "cost_file", "prefill_engines", "decode_engines"]
         if self.is_fleet:
             names += ["num_replicas", "routing_policy", "cache_threshold", "balance_abs_threshold"]
             names += ["balance_rel_threshold", "cache_table_blocks"]
+        if flags.prefill_engines:
+            names += ["prefill_setting", "link_bandwidth", "link_latency_s"]
+            names += ["remote_prefill_min_tokens", "kv_token_bytes"]
         if flags.cost_model == "roofline":
             names += ["chip", "model_config", "tensor_parallel_size", "dtype", "weight_bits", "kv_bits"]
             names += ["compute_efficiency", "memory_efficiency", "overhead_s", "host_bandwidth", "memory_fraction"]

@@ -26,6 +26,7 @@ def test_the_control_address_is_the_coordinators_next_port_unless_set():
         (dict(num_processes=1, coordinator_address="a:1"), "coordinator_address is set and num_processes is 1"),
         (dict(distributed=True), "control_address is missing and coordinator_address comes from the environment"),
         (TWO | dict(preemption="swap", reservation="optimistic"), "preemption is swap with several processes"),
+        (TWO | dict(disaggregation="decode"), "disaggregation is decode with several processes"),
         (TWO | dict(preemption="auto", reservation="optimistic"), "preemption is auto with several processes"),
         (TWO | dict(host_timeout_s=0), "host_timeout_s is 0"),
     ],

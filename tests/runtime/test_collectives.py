@@ -91,8 +91,8 @@ PROMPT_SCORES = {"all-reduce": 4, "all-gather": 1}
 
 
 def assert_collectives(model, heads, kv_heads, experts):
-    """Exactly: one sum for the embedding, one per layer and part of it that is split, and queries where all KV heads are
-    on every device; nothing of the pool, and no logits in a step but those of prompts."""
+    """Exactly: one sum for the embedding, one per layer and part of it that is split, and queries where every device
+    has all KV heads; nothing of the pool, and no logits in a step but those of prompts."""
     for devices, (decode, mixed, sampler) in run(COUNTS, model, 2, 4, 8).items():
         count = int(devices)
         split, kv_split = heads % count == 0, kv_heads % count == 0 or count % kv_heads == 0

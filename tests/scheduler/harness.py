@@ -67,6 +67,7 @@ class FakeDevice:
         self._memory: dict[tuple[int, int], Content] = {}  # by (page, offset)
         self._host: dict[tuple[int, int], Content] = {}  # likewise, of the host pool
         self._sample = sample
+        self.exported: dict[tuple[str, int, int], tuple[Content, ...]] = {}  # by request id, group and page
 
     def run(
         self,
@@ -87,6 +88,13 @@ class FakeDevice:
                     self._copy(self._memory, page, self._host, host_page)
                 else:
                     self._copy(self._host, host_page, self._memory, page)
+        for move in plan.imports:
+            assert move.page_ids, f"{move.request_id} imports no page"
+            for index, page in enumerate(move.page_ids, move.first):
+                assert page != 0, f"{move.request_id} imports the null page"
+                for offset in range(self._page_size):
+                    content = content_of(move.request_id, index * self._page_size + offset)
+                    self._memory[page, offset] = (move.group, content)
         for placement in plan.placements:
             self._tables[placement.slot] = [{} for _ in self._windows]
             self._last_token[placement.slot] = placement.last_token_id
@@ -119,8 +127,26 @@ class FakeDevice:
         for (_, slot, _, _), token, emitted in zip(spans, sampled, emits, strict=True):
             if emitted:
                 self._last_token[slot] = token
+        self._export(plan, content_of)
         token_of = {slot: token for (_, slot, _, _), token in zip(spans, sampled, strict=True)}
         return StepResult(tuple(token_of.get(row.slot, -1) for row in plan.decode), tuple(sampled[len(decode) :]))
+
+    def forget(self, request_id: str) -> None:
+        """A new request has this id: what another one exported is not its own."""
+        self.exported = {key: page for key, page in self.exported.items() if key[0] != request_id}
+
+    def _export(self, plan: StepPlan, content_of: Callable[[str, int], Content]) -> None:
+        """Every page that leaves is full, and leaves once."""
+        for move in plan.exports:
+            assert move.page_ids, f"{move.request_id} exports no page"
+            for index, page in enumerate(move.page_ids, move.first):
+                key = (move.request_id, move.group, index)
+                assert key not in self.exported, f"{key} is exported twice"
+                positions = range(index * self._page_size, (index + 1) * self._page_size)
+                found = tuple(self._memory[page, position % self._page_size] for position in positions)
+                wanted = tuple((move.group, content_of(move.request_id, position)) for position in positions)
+                assert found == wanted, f"{key} leaves with {found}"
+                self.exported[key] = found
 
     def _run_steps(
         self,
@@ -219,8 +245,7 @@ class Harness:
             answers.append(self.scheduler.add(request, self.now))
             self._take(self.scheduler.take_events())
             if answers[-1] is None:
-                self.outputs[request.request_id] = []
-                self.ends.pop(request.request_id, None)
+                self._begin(request)
         self.scheduler.check_invariants()
         return answers
 
@@ -231,13 +256,21 @@ class Harness:
         self._take(self.scheduler.take_events())
         if rejection is None:
             for request in requests:
-                self.outputs[request.request_id] = []
-                self.ends.pop(request.request_id, None)
+                self._begin(request)
                 assert request.request_id in self.scheduler.live_ids
         else:
             assert self._places() == before, f"{[request.request_id for request in requests]} were refused at a price"
         self.scheduler.check_invariants()
         return rejection
+
+    def _begin(self, request: Request) -> None:
+        self.outputs[request.request_id] = []
+        self.ends.pop(request.request_id, None)
+        self._device.forget(request.request_id)
+
+    def exported_pages(self, request_id: str) -> set[tuple[int, int]]:
+        """Group and number of the pages that a request's plans have copied out."""
+        return {(group, index) for name, group, index in self._device.exported if name == request_id}
 
     def _places(self) -> tuple[Any, ...]:
         """Who is where, and what has been lost and found so far."""

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jaxserve.config import ServiceClass
+from jaxserve.config import SchedulerConfig, ServiceClass
 from jaxserve.config.policy_config import (
     BATCHINGS,
     GROWING_RESERVATIONS,
@@ -44,6 +44,19 @@ def expected_output(request: Request) -> list[int]:
         if output[-1] in request.stop_ids and len(output) > request.params.min_tokens:
             break
     return output
+
+
+def pages_to_export(request: Request, config: SchedulerConfig) -> set[tuple[int, int]]:
+    """Of each group the prompt's full pages that hold a token which the one after the prompt sees."""
+    if not request.exports_kv:
+        return set()
+    length, size = request.num_prompt_tokens, config.page_size
+    return {
+        (group, index)
+        for group, window in enumerate(config.windows)
+        for index in range(length // size)
+        if not window or (index + 1) * size > length + 1 - window
+    }
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -134,6 +147,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "a", "b"]),
         named=st.booleans(),
         bound=st.sampled_from([False, False, True]),
+        imported=st.sampled_from([0, 0, 0, 1, 2, 7]),
+        exports=st.sampled_from([False, False, True]),
     )
     def arrive(
         self,
@@ -146,6 +161,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant: str,
         named: bool,
         bound: bool,
+        imported: int,
+        exports: bool,
     ) -> None:
         has_classes = bool(self.harness.config.service_classes)
         params = SamplingParams(max_tokens=None, min_tokens=min_tokens, ignore_eos=ignore_eos)
@@ -160,6 +177,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             service_class=CLASSES[0].name if named and has_classes else "",
             free_running=not bound,
+            num_imported_tokens=min(imported, (prompt - 1) // 4) * 4,
+            exports_kv=exports,
         )
         self.offered += 1
         (rejection,) = self.harness.add(request)
@@ -201,6 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             whole, output = expected_output(request), harness.outputs[request_id]
             if harness.ends[request_id] in ("stop", "length"):
                 assert output == whole
+                assert harness.exported_pages(request_id) == pages_to_export(request, harness.config)
             else:
                 assert output == whole[: len(output)]
         assert scheduler.pages_free + scheduler.pages_cached == harness.config.num_pages - 1

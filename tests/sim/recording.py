@@ -63,22 +63,32 @@ def events_of(harness: Harness, kind: str) -> list[dict[str, Any]]:
     return [event for record in harness.records for event in record["events"] if event["kind"] == kind]
 
 
-def random_run(seed: int, lag: int, moves: int = 60, *, swaps: bool = True, **changes: Any) -> Harness:
+def random_run(
+    seed: int, lag: int, moves: int = 60, *, swaps: bool = True, transfers: bool = False, **changes: Any
+) -> Harness:
     """A run with aborts, stop strings, stop ids, deadlines, refusals, reused ids, jumps of time and flushes.
 
-    `swaps`: half of the runs swap. `changes`: settings that are not left to chance.
+    `swaps`: half of the runs swap. `transfers`: some requests come with pages, or have theirs copied out. `changes`:
+    settings that are not left to chance.
     """
     draw = random.Random(seed)
     config = with_swaps(random_config(draw), seed) if swaps else random_config(draw)
     harness = Harness(replace(config, **changes), lag, sample)
+    apart = random.Random(seed)  # so that runs without transfers stay what they were
 
     def request(request_id: str, priority: int) -> Request:
         deadline_at = harness.now + draw.choice([-1.0, 0.5, 3.0, 7.25]) if draw.random() < 0.4 else None
         prompt_logprobs = draw.choice([None, None, None, 0])
         params = SamplingParams(max_tokens=8, min_tokens=draw.choice([0, 0, 3]), prompt_logprobs=prompt_logprobs)
+        prompt = draw.randint(1, 30)
+        pages: dict[str, Any] = {}
+        if transfers:
+            size = harness.config.page_size
+            imported = 0 if prompt_logprobs is not None else min(apart.randint(0, 5), (prompt - 1) // size)
+            pages = {"num_imported_tokens": imported * size, "exports_kv": apart.random() < 0.3}
         return make_request(
             request_id,
-            draw.randint(1, 30),
+            prompt,
             draw.choice([0, 1, 2, 5, 9, 40]),
             params=params,
             eos_token_ids=(STOP_ID,),
@@ -87,6 +97,7 @@ def random_run(seed: int, lag: int, moves: int = 60, *, swaps: bool = True, **ch
             tenant=draw.choice(["", "t1"]),
             cache_salt=draw.choice(["", "", "salt"]),
             service_class="bulk" if harness.config.service_classes and draw.random() < 0.3 else "",
+            **pages,
         )
 
     def draw_priority() -> int:

@@ -60,6 +60,18 @@ def test_any_run_replays_to_the_byte(tmp_path_factory: pytest.TempPathFactory, s
     assert report.num_requests == harness.scheduler.counters.offered
 
 
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**32), lag=st.integers(0, 2))
+@example(seed=0, lag=0)
+def test_any_run_with_pages_from_elsewhere_replays_to_the_byte(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, lag: int
+) -> None:
+    harness = random_run(seed, lag, transfers=True)
+    if (seed, lag) == (0, 0):  # the runs have what they are for
+        assert any(plan.imports for plan in harness.plans) and any(plan.exports for plan in harness.plans)
+    assert_replays(write_trace(tmp_path_factory.mktemp("run") / "trace.jsonl", harness.config, harness.records))
+
+
 @pytest.mark.parametrize("seed", [*range(0, 40), 42, 53, 168])
 def test_page_numbers_that_were_forgotten_are_not_missed(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch

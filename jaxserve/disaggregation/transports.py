@@ -1,0 +1,35 @@
+"""Which way pages go: over the connection, or by `jax.experimental.transfer`."""
+
+from __future__ import annotations
+
+import jax
+from absl import logging
+
+from jaxserve.disaggregation.pull import PullByNumber
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
+
+
+def chooses_jax(transport: str, kv: PoolLayout) -> bool:
+    """Whether pages go by jax: where that is asked for, or it is left open and the devices are accelerators.
+
+    On CPU a stream is as fast, and checksummed and resumable.
+
+    Raises:
+      ValueError: it is asked for and cannot be.
+    """
+    device = kv.mesh.devices.flat[0]
+    if kv.mesh.size > 1:
+        if transport == "jax":
+            raise ValueError("kv_transfer is jax and the model is on several devices; use stream, which does that too")
+        return False
+    return transport == "jax" or (transport == "auto" and device.platform != "cpu")
+
+
+def receiver(transport: str, host: str, kv: PoolLayout) -> PullByNumber | None:
+    """What pulls blocks; None: they come over the connection."""
+    if not chooses_jax(transport, kv):
+        return None
+    from jaxserve.disaggregation.jax_transport import JaxReceiver
+
+    logging.info("pages come by jax.experimental.transfer")
+    return JaxReceiver(host, jax.tree.leaves(kv.abstract(SWAP_BLOCK))).pull

@@ -1,0 +1,128 @@
+"""A prefill server's side of the page stream: who is answered, what is refused, what is held and for how long."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.disaggregation.frames import Channel, Kind, proof
+from jaxserve.disaggregation.pull import PullError
+from tests.disaggregation.pair import GREEDY, Pair, prompts, pull_raw
+from tests.server.running import until
+
+TOKEN = "a token of the tests"
+
+
+@pytest.mark.parametrize("pair", [{"server": {"token": TOKEN}, "remote": {"token": TOKEN}}], indirect=True)
+def test_the_token_is_needed(pair: Pair) -> None:
+    (prompt,) = prompts(10, (40,))
+    pulls = pair.count("kv_transfer_pulls_total")
+    refused = pair.prefill_count("kv_export_refused_total", reason="token")
+    pair.generate([prompt], GREEDY)
+    assert pair.count("kv_transfer_pulls_total") - pulls == 1
+    for token in ("", TOKEN + "x"):
+        with pytest.raises(PullError, match="the token is wrong") as caught:
+            pull_raw(pair, prompt, token)
+        assert caught.value.reason == "token"
+    assert pair.prefill_count("kv_export_refused_total", reason="token") - refused == 2
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"adapter": "sql"}, "the LoRA adapter 'sql' is not loaded"),
+        ({"deadline_s": -1.0}, "deadline"),
+        ({"priority": 1 << 40}, "priority is"),
+    ],
+)
+def test_what_the_other_engine_refuses_is_refused(pair: Pair, others: dict[str, Any], message: str) -> None:
+    with pytest.raises(PullError, match=message) as caught:
+        pull_raw(pair, prompts(11, (40,))[0], **others)
+    assert caught.value.reason == "refused"
+
+
+def test_half_a_page_is_refused(pair: Pair) -> None:
+    with pytest.raises(PullError, match="38 tokens are asked for; they must be whole pages of 4"):
+        pull_raw(pair, prompts(12, (38,))[0])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes([Kind.AUTH, 0, 0, 0]) + b"\xff" * 12,
+        bytes([Kind.PULL]) + bytes(15),
+    ],
+    ids=["http", "oversized", "out_of_order"],
+)
+def test_strangers_are_sent_away(pair: Pair, data: bytes) -> None:
+    before = pair.prefill_count("kv_export_refused_total", reason="protocol")
+    connection = socket.create_connection(("127.0.0.1", pair.server.port))
+    channel = Channel(connection, 5.0)
+    channel.receive(Kind.HELLO)
+    connection.sendall(data)
+    _, fields, _ = channel.receive(Kind.REFUSE)
+    assert fields["reason"] == "protocol"
+    assert pair.prefill_count("kv_export_refused_total", reason="protocol") - before == 1
+    channel.close()
+
+
+def begin_pull(pair: Pair, prompt: list[int], key: str = "k") -> Channel:
+    """A connection that has asked and was accepted."""
+    channel = Channel(socket.create_connection(("127.0.0.1", pair.server.port)), 60.0)
+    _, hello, _ = channel.receive(Kind.HELLO)
+    channel.send(Kind.AUTH, {"proof": proof("", hello["nonce"], "decode"), "nonce": "n"})
+    channel.receive(Kind.PROOF)
+    question = {"key": key, "first": 0, "request_id": f"of-{key}", "adapter": "", "tenant": "", "cache_salt": ""}
+    question |= {"traceparent": "", "layout": hello["layout"]}
+    channel.send(Kind.PULL, question, [memoryview(np.array(prompt, np.int32)).cast("B")])
+    channel.receive(Kind.ACCEPT)
+    return channel
+
+
+@pytest.mark.parametrize("pair", [{"server": {"hold_s": 0.2}}], indirect=True)
+def test_pages_that_nobody_comes_for_are_given_up(pair: Pair) -> None:
+    before = pair.prefill_count("kv_export_expired_total")
+    channel = begin_pull(pair, prompts(13, (40,))[0])
+    assert pair.prefill_count("kv_export_held_bytes") > 0
+    channel.close()
+    until(lambda: pair.prefill_count("kv_export_expired_total") == before + 1, 10, "the export is given up")
+    assert pair.prefill_count("kv_export_held_bytes") == 0
+
+
+def test_only_a_window_of_blocks_is_on_its_way(pair: Pair) -> None:
+    channel = begin_pull(pair, prompts(14, (92,))[0])
+
+    def next_frame() -> int:
+        kind, fields, size = channel.receive(Kind.BLOCK, Kind.WAIT, max_payload=1 << 20)
+        channel.read(size)
+        return int(fields["index"]) if kind is Kind.BLOCK else -1
+
+    # 23 pages in chunks of 6 tokens' pages; the engine has computed them long before the window opens.
+    until(lambda: not pair.prefill.engine.has_work, 60, "the prompt is computed")
+    assert [next_frame() for _ in range(4)] == [0, 1, 2, 3]
+    connection = channel._socket
+    connection.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        connection.recv(1)
+    connection.settimeout(60.0)
+    channel.send(Kind.ACK, {"index": 0})
+    assert next_frame() == 4
+    channel.send(Kind.DONE)
+    channel.close()
+
+
+def test_an_acknowledgement_of_what_was_not_sent_is_refused(pair: Pair) -> None:
+    channel = begin_pull(pair, prompts(15, (40,))[0])
+    _, _, size = channel.receive(Kind.BLOCK, max_payload=1 << 20)
+    channel.read(size)
+    channel.send(Kind.ACK, {"index": 77})
+    kind = None
+    while kind is not Kind.REFUSE:
+        kind, fields, size = channel.receive(Kind.BLOCK, Kind.REFUSE, Kind.END, max_payload=1 << 20)
+        channel.read(size)
+    assert "block 77 is acknowledged" in fields["message"]
+    channel.close()
