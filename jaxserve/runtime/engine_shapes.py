@@ -82,8 +82,8 @@ class EngineShapes:
 
     @property
     def swap_bytes(self) -> int:
-        """Blocks of pages that may lie beside a step on each device: one on its way out and one on its way in, and those
-        that leave for other engines."""
+        """Of blocks of pages that may lie beside a step on each device: one on its way out, one on its way in, and
+        those that leave for other engines."""
         swaps, moves_kv = self.config.swaps, self.config.moves_kv
         num_blocks = 2 * (swaps or moves_kv) + MAX_OUTGOING * moves_kv
         return num_blocks * SWAP_BLOCK * self.kv.bytes_on_a_device(1)

@@ -141,7 +141,9 @@ def test_the_command_prints_and_writes_a_fleet(tmp_path):
     found = json.loads((tmp_path / "o.json").read_text())
     assert found["settings"]["routing_policy"] == "cache_aware"
     assert sum(found["figures"]["requests_routed"]) == found["figures"]["completed"] == 40
-    refused = subprocess.run(
-        [*words, "--num_replicas=2", "--trace_file=t"], capture_output=True, text=True, timeout=120
-    )
-    assert refused.returncode == 2 and "trace_file and num_replicas are given" in refused.stderr
+    for other in ("trace_file=t", "decode_engines=2"):
+        refused = subprocess.run(
+            [*words, "--num_replicas=2", f"--{other}"], capture_output=True, text=True, timeout=120
+        )
+        named = other.partition("=")[0]
+        assert refused.returncode == 2 and f"{named} and num_replicas are given" in refused.stderr
