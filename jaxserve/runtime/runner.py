@@ -19,6 +19,7 @@ from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.models import ModelConfig, stored_rank, zero_lora
 from jaxserve.runtime.engine_shapes import EngineShapes
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
 from jaxserve.runtime.memory_plan import MemoryPlan, check_pages_fit, free_bytes, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.page_transfers import PageTransfers
