@@ -15,10 +15,15 @@ _ARRAY = re.compile(r"(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _BITS = re.compile(r"\d+")
 _CALLED = re.compile(r"(?:calls|to_apply|called_computation)=%?([\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([\w.-]+)")
+_GROUP_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_GROUP_SHAPE = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _START = 'custom_call_target="AsyncCollectiveStart"'
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONSTANT = re.compile(r"= s(?:32|64)\[\][^ ]* constant\((\d+)\)")
+
+_Found = dict[tuple[str, str, int, bool, int, bool], int]
+"""Count by kind, result, bytes, conditional, group and whether the loop's rounds are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class Collective:
       bytes_each: of the result on one device.
       count: that run in a step.
       conditional: they run only if some request asks for something, as log-probabilities of prompts.
+      group: devices that have one together; 0: all.
       trips_known: false: they are in a loop whose number of rounds could not be read, and are counted once.
     """
 
@@ -39,16 +45,18 @@ class Collective:
     bytes_each: int
     count: int
     conditional: bool
+    group: int = 0
     trips_known: bool = True
 
     def sent_bytes(self, num_devices: int) -> float:
-        """Bytes that each device sends in all of them, in a ring of so many.
+        """Bytes that each of so many devices sends in all of them, in a ring of its group.
 
         A ring sends (n - 1) / n of an array's bytes for a gather or a scatter, twice that for an all-reduce, which is
         both (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009).
         """
-        share = (num_devices - 1) / num_devices
-        whole = self.bytes_each * (num_devices if self.kind == "reduce-scatter" else 1)
+        ring = self.group or num_devices
+        share = (ring - 1) / ring
+        whole = self.bytes_each * (ring if self.kind == "reduce-scatter" else 1)
         times = {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
         return self.count * whole * times
 
@@ -57,12 +65,12 @@ def collectives_of(hlo: str) -> list[Collective]:
     """The collectives of a program's text after compilation, the most bytes first."""
     bodies = dict(_computations(hlo))
     entry = next((match[2] for match in _COMPUTATION.finditer(hlo) if match[1]), None)
-    found: dict[tuple[str, str, int, bool, bool], int] = {}
+    found: _Found = {}
     if entry is not None:
         _walk(bodies, entry, 1, False, True, found)
     every = [
-        Collective(kind, result, size, count, conditional, known)
-        for (kind, result, size, conditional, known), count in found.items()
+        Collective(kind, result, size, count, conditional, group, known)
+        for (kind, result, size, conditional, group, known), count in found.items()
     ]
     return sorted(every, key=lambda each: (each.conditional, -each.count * each.bytes_each))
 
@@ -80,7 +88,7 @@ def _walk(
     times: int,
     conditional: bool,
     known: bool,
-    found: dict[tuple[str, str, int, bool, bool], int],
+    found: _Found,
     started: frozenset[str] = frozenset(),
 ) -> None:
     """Adds the collectives of a computation that runs so many times.
@@ -100,8 +108,9 @@ def _walk(
             channel = _CHANNEL.search(rest)
             if channel and channel[1] in started:
                 continue
-            shape, size = _largest(result) if opcode.endswith("-start") else _all(result)
-            key = (kind, shape, size, conditional, known)
+            # What starts a gather or a scatter yields its operands too, what starts an all-reduce does not.
+            shape, size = _largest(result) if opcode.endswith("-start") and kind != "all-reduce" else _all(result)
+            key = (kind, shape, size, conditional, _group(rest), known)
             found[key] = found.get(key, 0) + times
         elif opcode == "while":
             trips = _trips(bodies, rest)
@@ -116,6 +125,15 @@ def _walk(
             for called in _CALLED.findall(rest):
                 others = begun if opcode == "fusion" and not _begins(bodies, called) else frozenset[str]()
                 _walk(bodies, called, times, conditional, known, found, others)
+
+
+def _group(rest: str) -> int:
+    """Devices of each group of a collective; 0 if it names none."""
+    if listed := _GROUP_LIST.search(rest):
+        return len(listed[1].split(","))
+    if shaped := _GROUP_SHAPE.search(rest):
+        return int(shaped[1])
+    return 0
 
 
 def _begun(bodies: dict[str, list[str]], name: str) -> frozenset[str]:

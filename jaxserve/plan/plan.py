@@ -114,7 +114,7 @@ class Plan:
             "roofline": {
                 "chip": asdict(where.chip),
                 "interconnect": where.link.name,
-                "interconnect_bytes_per_s": where.link_bandwidth,
+                "interconnect_bytes_per_s": where.link_bandwidth(config.tensor_parallel_size),
                 "decode": as_rows(self.decode),
                 "prefill": as_rows(self.prefill),
                 "arithmetic": self.arithmetic,

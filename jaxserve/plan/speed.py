@@ -119,7 +119,7 @@ class SpeedEstimate:
 
     @property
     def _link_bandwidth(self) -> float:
-        return self._sizing.where.link_bandwidth
+        return self._sizing.where.link_bandwidth(self._num_devices)
 
     def arithmetic(self, rows: int, context: int, tokens: int) -> list[str]:
         """The roofline with its numbers, for a decode step and a chunk, as `simulate` prints it; then the links."""

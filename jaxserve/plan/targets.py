@@ -121,13 +121,16 @@ class Slice:
         """What joins its chips."""
         return _LINKS[self.kind]
 
-    @property
-    def link_bandwidth(self) -> float:
-        """Bytes/s that each chip can send, one way: over one port along each axis that has several chips.
+    def link_bandwidth(self, num_devices: int) -> float:
+        """Bytes/s that each of the first so many chips can send, one way: a port along each axis with several of them.
 
         Slices are taken to have no links around their ends, so the chips in the corners have no more.
         """
-        return self.link.bandwidth * max(1, sum(size > 1 for size in self.shape))
+        ports, rows = 0, num_devices
+        for size in reversed(self.shape):
+            ports += min(rows, size) > 1
+            rows = -(-rows // size)
+        return self.link.bandwidth * max(1, ports)
 
     def absent_mesh(self, size: int, model: ModelConfig) -> Mesh:
         """The engine's mesh for a model, of `size` absent devices."""

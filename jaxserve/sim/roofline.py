@@ -11,10 +11,10 @@ experts a token's weights are those of its own experts; read are those that any 
 can be expected if every expert is equally likely. FLOPs and bytes are those of one device: devices share what divides
 among them, heads, KV heads, inner widths, experts, vocabulary, and each has all of what does not, as the engine's own
 sharding rules have it. Of more devices than KV heads, several hold one head. Where KV heads do not divide otherwise,
-each device attends for all heads. Their communication is not
-counted, nor is padding to buckets. Latent attention is counted in absorbed form: a row of `kv_rank + rope` numbers per
-token and layer, on every device. A roofline is a bound to reason with; `tools/fit_cost_model` gives what an engine
-really takes.
+each device attends for all heads. Their communication is not counted, nor is padding to buckets, nor are scales of
+quantised numbers; with 8 or 4 bits all matrices are taken to have them. Latent attention is counted in absorbed form: a
+row of `kv_rank + rope` numbers per token and layer, on every device. A roofline is a bound to reason with;
+`tools/fit_cost_model` gives what an engine really takes.
 """
 
 from __future__ import annotations
@@ -280,7 +280,10 @@ class RooflineCost:
         """Bytes of all weights on one device."""
         own_kv_heads = shape.num_kv_heads * shape.share("kv_heads", num_chips)
         numbers = 2 * shape.head_dim if shape.latent is None else shape.latent.row
-        self.kv_token_bytes = shape.num_layers * own_kv_heads * numbers * kv_bits / 8
+        head_bytes = shape.num_layers * numbers * kv_bits / 8
+        self.moved_token_bytes = shape.num_kv_heads * head_bytes
+        """Bytes of one token's K and V, held once: what goes from one engine to another."""
+        self.kv_token_bytes = own_kv_heads * head_bytes
         """Bytes of one token's K and V on one device."""
         # One KV head that every device has leaves the query heads to be shared.
         splits = own_kv_heads < shape.num_kv_heads or shape.num_kv_heads == 1

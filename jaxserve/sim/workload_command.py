@@ -121,7 +121,7 @@ class WorkloadCommand:
         if token_bytes is None:
             if not isinstance(self.cost_model, RooflineCost):
                 raise ValueError("kv_token_bytes is not set; only the roofline knows the bytes of a token's K/V itself")
-            token_bytes = self.cost_model.kv_token_bytes * self.cost_model.num_chips
+            token_bytes = self.cost_model.moved_token_bytes
         return float(token_bytes) * config.page_size / len(config.windows)
 
     def figures(self, config: SchedulerConfig, rate: float | None = None) -> dict[str, Any]:

@@ -75,15 +75,15 @@ ENTRY %main.1 (a: bf16[8,16]) -> bf16[8,16] {
 def test_loops_multiply_and_what_is_only_sometimes_run_is_apart():
     found = {(each.kind, each.result): each for each in collectives_of(HLO)}
     assert found == {
-        ("all-reduce", "bf16[8,16]"): Collective("all-reduce", "bf16[8,16]", 256, 5, False),
+        ("all-reduce", "bf16[8,16]"): Collective("all-reduce", "bf16[8,16]", 256, 5, False, 2),
         ("all-gather", "bf16[8,16]"): Collective("all-gather", "bf16[8,16]", 256, 5, False),
         # Two, though a traced function that is called twice gives both one channel.
         ("all-reduce", "s8[16]"): Collective("all-reduce", "s8[16]", 16, 10, False),
         # Written in two fusions, that starts it and that awaits it; it is one.
         ("all-gather", "f32[8]"): Collective("all-gather", "f32[8]", 32, 5, False),
-        ("reduce-scatter", "f32[2]"): Collective("reduce-scatter", "f32[2]", 8, 5 * 3 + 7, False),
+        ("reduce-scatter", "f32[2]"): Collective("reduce-scatter", "f32[2]", 8, 5 * 3 + 7, False, 2),
         ("collective-permute", "f32[8]"): Collective("collective-permute", "f32[8]", 32, 1, False, trips_known=False),
-        ("all-reduce", "f32[4] + s32[2]"): Collective("all-reduce", "f32[4] + s32[2]", 24, 1, True),
+        ("all-reduce", "f32[4] + s32[2]"): Collective("all-reduce", "f32[4] + s32[2]", 24, 1, True, 2),
     }
     assert collectives_of(HLO)[-1].conditional
 
@@ -98,3 +98,10 @@ def test_a_program_without_collectives_has_none():
 )
 def test_bytes_that_a_device_sends_in_a_ring_of_four(kind, sent):
     assert Collective(kind, "f32[100]", 400, 2, False).sent_bytes(4) == sent
+    assert Collective(kind, "f32[100]", 400, 2, False, group=4).sent_bytes(8) == sent
+
+
+def test_an_all_reduce_that_starts_yields_results_alone():
+    line = "  %start = (f32[8,100], f32[8,90]) all-reduce-start(%a, %b), replica_groups=[2,4]<=[8], to_apply=%add"
+    (found,) = collectives_of(f"ENTRY %main (a: f32[2]) -> f32[2] {{\n{line}\n}}\n")
+    assert (found.bytes_each, found.group) == (6080, 4)

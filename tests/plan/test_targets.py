@@ -38,11 +38,13 @@ def test_slices_that_do_not_exist_are_refused_with_those_that_do():
 
 
 def test_a_chip_sends_over_a_port_along_each_axis():
-    assert find_slice("v5e-16").link_bandwidth == 2 * 50e9
-    assert find_slice("v6e-8").link_bandwidth == 2 * 100e9
-    assert find_slice("v5p-8").link_bandwidth == 2 * 100e9
-    assert find_slice("v5p-16").link_bandwidth == 3 * 100e9
-    assert find_slice("h200x8").link_bandwidth == 450e9
+    assert find_slice("v5e-16").link_bandwidth(16) == 2 * 50e9
+    assert find_slice("v6e-8").link_bandwidth(8) == 2 * 100e9
+    assert find_slice("v5p-8").link_bandwidth(4) == 2 * 100e9
+    assert find_slice("v5p-16").link_bandwidth(8) == 3 * 100e9
+    assert find_slice("h200x8").link_bandwidth(8) == 450e9
+    # Two neighbours of four have one port between them.
+    assert find_slice("v5e-4").link_bandwidth(2) == 50e9
 
 
 def test_each_kind_has_slices_in_ascending_order():
