@@ -169,6 +169,22 @@ def test_children_that_keep_dying_are_given_up(tmp_path):
     assert "every replica is given up" in done.stderr and not done.stdout
 
 
+def test_probing_that_fails_ends_the_router():
+    code = (
+        "import asyncio, sys\n"
+        "from jaxserve.router import launcher\n"
+        "from jaxserve.router.settings import RouterSettings\n"
+        "async def fails(self): raise RuntimeError('probing broke')\n"
+        "launcher.HealthChecker.run = fails\n"
+        "front = launcher.FrontSettings(http_port=0)\n"
+        "run = launcher.RouterLauncher(front, RouterSettings(), ('http://127.0.0.1:9',)).run\n"
+        "async def main(): return await run()\n"
+        "sys.exit(asyncio.run(main()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "RuntimeError: probing broke" in done.stderr
+
+
 @pytest.mark.parametrize("was_up", [False, True])
 def test_only_a_life_in_rotation_makes_a_child_new(monkeypatch, was_up):
     monkeypatch.setattr(children, "STEADY_S", 0.0)
