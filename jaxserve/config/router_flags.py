@@ -83,7 +83,12 @@ ROUTER_FLAGS = [
         ("devices_per_replica", IntParser(low=1), 1, "GPUs or TPU chips of each"),
         ("max_restarts", IntParser(low=0), 5, "times in a row that a server is started again after it has died"),
         ("restart_backoff_s", FloatParser(low=0), 1.0, "seconds before it is; doubled each time in a row"),
-        ("replica_api_key", _TEXT, None, "key for asking replicas for models and load; default: api_key"),
+        (
+            "replica_api_key",
+            _TEXT,
+            None,
+            "key for asking replicas for models and load; default: the first without a tenant",
+        ),
     ),
     *flags_for(
         "router",

@@ -23,15 +23,19 @@ class EngineFollower:
     Args:
       config: as the leader's, but for `hosts_config.LOCAL_SETTINGS`.
       on_lost: called on any thread when the leader is lost; should end the process, since `run` may never return.
+      on_joined: called on the thread that runs once the leader has taken this process in.
 
     Attributes:
       state: "loading", "warming_up", "ready" or "stopped".
       progress: done, total and what was done last.
     """
 
-    def __init__(self, config: EngineConfig, on_lost: Callable[[HostLostError], None]) -> None:
+    def __init__(
+        self, config: EngineConfig, on_lost: Callable[[HostLostError], None], on_joined: Callable[[], None]
+    ) -> None:
         self._config = config
         self._on_lost = on_lost
+        self._on_joined = on_joined
         self.state = "loading"
         self.progress: tuple[int, int, str] = (0, 0, "waiting for the other processes")
 
@@ -46,6 +50,7 @@ class EngineFollower:
         config = self._config
         follower = follow(config, self._on_lost)
         try:
+            self._on_joined()
             enable_compile_cache(config.compile_cache)
             resolved = resolve_model(config.model, self._progressed)
             join_agreement(follower, given(config, checkpoint_fingerprint(resolved)))

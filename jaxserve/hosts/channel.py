@@ -17,15 +17,16 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from jaxserve.core import HostLostError
 
 MAX_FRAME_BYTES = 1 << 30
-"""Largest payload; an adapter's matrices are the largest there are."""
+"""Largest payload; adapters are sent in pieces."""
 PROOF_BYTES = 16
 HANDSHAKE_S = 10.0
-"""Most time that a peer has to prove itself."""
+"""Most time that a handshake may take."""
 
 _MAGIC = b"jaxserve hosts 1\n"
 _NONCE_BYTES = 32
@@ -43,12 +44,16 @@ class Channel:
       send_key, receive_key: of the two directions.
       peer: names the other side in messages.
       send_timeout_s: a send that makes no headway for so long fails.
+
+    Attributes:
+      on_bytes: called by the receiving thread whenever some have come, be it of a frame that is not whole.
     """
 
     def __init__(
         self, connection: socket.socket, send_key: bytes, receive_key: bytes, peer: str, send_timeout_s: float
     ) -> None:
         self.peer = peer
+        self.on_bytes: Callable[[], None] = lambda: None
         self._socket = connection
         self._send_key, self._receive_key = send_key, receive_key
         self._sent = self._received = bytes(PROOF_BYTES)
@@ -120,6 +125,7 @@ class Channel:
                 raise HostLostError(f"{self.peer} is gone: {error}") from error
             if not got:
                 raise HostLostError(f"{self.peer} is gone: it closed the connection")
+            self.on_bytes()
             view = view[got:]
         return bytes(data)
 
@@ -133,15 +139,15 @@ def accept_peer(connection: socket.socket, token: bytes, send_timeout_s: float) 
     Raises:
       HostLostError: it does not, or is too slow; the connection is closed.
     """
-    connection.settimeout(HANDSHAKE_S)
+    shake = _Handshake(connection)
     try:
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(_MAGIC + nonce)
-        other, process_id, proof = _ANSWER.unpack(_read_exactly(connection, _ANSWER.size))
+        shake.send(_MAGIC + nonce)
+        other, process_id, proof = _ANSWER.unpack(shake.read(_ANSWER.size))
         both = nonce + other + struct.pack("<I", process_id)
         if not hmac.compare_digest(proof, _key(token, b"follower", both)):
             raise HostLostError("a process that wants to join does not know the token (host_token_file)")
-        connection.sendall(_key(token, b"leader", both))
+        shake.send(_key(token, b"leader", both))
     except (OSError, HostLostError) as error:
         connection.close()
         raise HostLostError(str(error)) from error
@@ -155,15 +161,15 @@ def join_leader(connection: socket.socket, token: bytes, process_id: int, send_t
     Raises:
       HostLostError: the other side is no leader that knows the token; the connection is closed.
     """
-    connection.settimeout(HANDSHAKE_S)
+    shake = _Handshake(connection)
     try:
-        greeting = _read_exactly(connection, len(_MAGIC) + _NONCE_BYTES)
+        greeting = shake.read(len(_MAGIC) + _NONCE_BYTES)
         if not greeting.startswith(_MAGIC):
             raise HostLostError("what answers at control_address is no leader of this version")
         nonce = secrets.token_bytes(_NONCE_BYTES)
         both = greeting[len(_MAGIC) :] + nonce + struct.pack("<I", process_id)
-        connection.sendall(_ANSWER.pack(nonce, process_id, _key(token, b"follower", both)))
-        if not hmac.compare_digest(_read_exactly(connection, _KEY_BYTES), _key(token, b"leader", both)):
+        shake.send(_ANSWER.pack(nonce, process_id, _key(token, b"follower", both)))
+        if not hmac.compare_digest(shake.read(_KEY_BYTES), _key(token, b"leader", both)):
             raise HostLostError("the leader does not know the token (host_token_file)")
     except (OSError, HostLostError) as error:
         connection.close()
@@ -172,14 +178,32 @@ def join_leader(connection: socket.socket, token: bytes, process_id: int, send_t
     return Channel(connection, *keys, "the leader (process 0)", send_timeout_s)
 
 
-def _read_exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise HostLostError("the connection was closed during the handshake; is host_token_file the same?")
-        data += more
-    return data
+class _Handshake:
+    """A connection until its end is known to be a peer: all of it within `HANDSHAKE_S`."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._end = time.monotonic() + HANDSHAKE_S
+
+    def send(self, data: bytes) -> None:
+        self._limit()
+        self._socket.sendall(data)
+
+    def read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            self._limit()
+            more = self._socket.recv(count - len(data))
+            if not more:
+                raise HostLostError("the connection was closed during the handshake; is host_token_file the same?")
+            data += more
+        return data
+
+    def _limit(self) -> None:
+        left_s = self._end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(left_s)
 
 
 def _key(token: bytes, purpose: bytes, nonces: bytes) -> bytes:

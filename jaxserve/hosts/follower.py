@@ -36,6 +36,8 @@ from jaxserve.runtime.programs import Progress
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.2
+_MOST_REFUSALS, _REFUSED_S = 3, 1.0
+"""Handshakes that may fail, and the wait between: the leader may be beset by strangers."""
 _EXPLAIN_S = 1.0
 _MAX_WAITING = 64
 """Frames that were read and not run yet; then the leader's own sends wait."""
@@ -75,6 +77,8 @@ class Follower:
         self._losing = threading.Lock()
         self._pulse = Pulse(timeout_s, self._beat)
         self._heard_at = 0
+        self._is_full = False  # the reading thread waits for the caller's, so nothing can be heard
+        self._channel.on_bytes = self._hear
         threading.Thread(target=self._read, name="leader", daemon=True).start()
         self._pulse.start()
 
@@ -103,6 +107,7 @@ class Follower:
         """
         threading.Thread(target=self._collect, name="digests", daemon=True).start()
         reader, handle, rows = StepReader(), None, [0, 0]
+        adapter: list[bytes] = []
         while True:
             kind, payload = self._frames.get()
             if kind == Kind.STOP:
@@ -118,8 +123,11 @@ class Follower:
                 assert handle is not None, "the leader samples a step that it never sent"
                 runner.sample(handle, masks[0] if masks else None)
                 self._steps.put((chain, handle, *rows))
+            elif kind == Kind.ADAPTER_PART:
+                adapter.append(payload)
             elif kind == Kind.ADAPTER:
-                about, leaves = read_arrays(payload)
+                about, leaves = read_arrays(b"".join(adapter))
+                adapter.clear()
                 runner.place_adapter(jax.tree.unflatten(jax.tree.structure(adapter_like), leaves), about["place"])
             elif kind == Kind.WARM_UP:
                 runner.warm_up(progress)
@@ -145,16 +153,21 @@ class Follower:
         try:
             while True:
                 kind, payload = self._channel.receive()
-                self._heard_at = self._pulse.now
                 if kind == Kind.FAILED:
                     text = payload.decode(errors="replace")
                     raise HostLostError(f"the leader (process 0) has given the engine up: {text}")
                 if kind != Kind.PULSE:
+                    self._is_full = True
                     self._frames.put((kind, payload))
+                    self._hear()
+                    self._is_full = False
                 if kind == Kind.STOP:
                     return
         except HostLostError as error:
             self._lose(error)
+
+    def _hear(self) -> None:
+        self._heard_at = self._pulse.now
 
     def _collect(self) -> None:
         try:
@@ -175,7 +188,7 @@ class Follower:
             self._channel.send_if_idle(Kind.PULSE)
         except HostLostError as error:
             self._lose(error)
-        if self._pulse.lasted(self._heard_at):
+        if self._pulse.lasted(self._heard_at) and not self._is_full:
             self._lose(
                 HostLostError(f"the leader (process 0) gave no sign of life for {self._timeout_s:g} s (host_timeout_s)")
             )
@@ -189,7 +202,7 @@ class Follower:
 
 
 def _connect(address: tuple[str, int], process_id: int, token: bytes, timeout_s: float, within_s: float) -> Channel:
-    end = time.monotonic() + within_s
+    end, refusals = time.monotonic() + within_s, 0
     while True:
         try:
             connection = socket.create_connection(address, timeout=within_s)
@@ -200,4 +213,11 @@ def _connect(address: tuple[str, int], process_id: int, token: bytes, timeout_s:
                 ) from error
             time.sleep(_RETRY_S)
             continue
-        return join_leader(connection, token, process_id, timeout_s)
+        try:
+            return join_leader(connection, token, process_id, timeout_s)
+        except HostLostError as error:
+            refusals += 1
+            if refusals == _MOST_REFUSALS or time.monotonic() > end:
+                raise
+            log.warning("%s; tries again", error)
+            time.sleep(_REFUSED_S)

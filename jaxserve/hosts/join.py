@@ -73,7 +73,7 @@ def lead(config: EngineConfig) -> Followers | None:
         followers = Followers(address, jax.process_count(), token, config.host_timeout_s)
     except OSError as error:
         raise ValueError(
-            f"control_address {address[0]}:{address[1]} cannot be listened on: {os.strerror(error.errno or 0)}"
+            f"control_address {address[0]}:{address[1]} cannot be listened on: {error.strerror or error}"
         ) from error
     followers.accept(JOIN_S)
     atexit.register(_leave, followers)

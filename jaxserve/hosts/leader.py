@@ -36,6 +36,9 @@ from jaxserve.hosts.pulse import Pulse
 log = logging.getLogger(__name__)
 
 MAX_ERROR_CHARS = 2000
+_HANDSHAKES_PER_PROCESS = 16
+"""At a time; whoever comes then is sent away, and followers come again."""
+_ACCEPT_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -88,49 +91,65 @@ class Followers:
         self.error: HostLostError | None = None
         self._closed = False
         self._lost = threading.Event()
+        self._all_joined = threading.Event()
         self.ready = False
         self.on_lost: Callable[[HostLostError], None] = lambda error: log.error("%s", error)
 
     def accept(self, within_s: float) -> None:
-        """Waits until every follower is there, then stops listening.
+        """Waits until every follower is there, then stops listening. Those that are there get signs of life meanwhile.
 
         Raises:
-          HostLostError: one is missing after `within_s`.
+          HostLostError: one is missing after `within_s`, or lost; the others are told.
         """
         end = time.monotonic() + within_s
-        found: dict[int, Channel] = {}
-        try:
-            while len(found) < self._num_processes - 1:
-                self._listener.settimeout(max(0.01, end - time.monotonic()))
-                try:
-                    connection, address = self._listener.accept()
-                except TimeoutError:
-                    missing = sorted(set(range(1, self._num_processes)) - set(found))
-                    listed = ", ".join(map(str, missing))
-                    raise HostLostError(f"no connection from process(es) {listed} within {within_s:g} s") from None
-                try:
-                    process_id, channel = accept_peer(connection, self._token, self._timeout_s)
-                except HostLostError as error:
-                    log.warning("connection from %s refused: %s", address[0], error)
-                    continue
-                if process_id in found or not 0 < process_id < self._num_processes:
-                    log.warning("connection from %s refused: process_id %d is taken or none", address[0], process_id)
-                    channel.close()
-                    continue
-                found[process_id] = channel
-                log.info("process %d has joined from %s", process_id, address[0])
-        except HostLostError:
-            for channel in found.values():
-                channel.close()
-            raise
-        finally:
-            self._listener.close()
-        self._followers = [_Follower(process_id, found[process_id]) for process_id in sorted(found)]
-        for follower in self._followers:
-            threading.Thread(
-                target=self._read, args=(follower,), name=f"process {follower.process_id}", daemon=True
-            ).start()
+        slots = threading.BoundedSemaphore(_HANDSHAKES_PER_PROCESS * self._num_processes)
         self._pulse.start()
+        self._listener.settimeout(_ACCEPT_S)
+        while not self._all_joined.is_set() and self.error is None:
+            if time.monotonic() > end:
+                missing = sorted(set(range(1, self._num_processes)) - {each.process_id for each in self._followers})
+                listed = ", ".join(map(str, missing))
+                self.lose(HostLostError(f"no connection from process(es) {listed} within {within_s:g} s"))
+                break
+            try:
+                connection, address = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:  # closed by a loss, or there are no files left
+                log.warning("no connection can be taken: %s", error)
+                time.sleep(_ACCEPT_S)
+                continue
+            if slots.acquire(blocking=False):
+                threading.Thread(target=self._greet, args=(connection, address[0], slots), daemon=True).start()
+            else:
+                log.warning("connection from %s refused: there are too many handshakes", address[0])
+                connection.close()
+        self._listener.close()
+        self._raise_if_lost()
+
+    def _greet(self, connection: socket.socket, where: str, slots: threading.Semaphore) -> None:
+        """Takes in who proves to be a follower; on a thread of its own, so that nobody's silence holds up others."""
+        try:
+            process_id, channel = accept_peer(connection, self._token, self._timeout_s)
+        except HostLostError as error:
+            log.warning("connection from %s refused: %s", where, error)
+            return
+        finally:
+            slots.release()
+        follower = _Follower(process_id, channel, self._pulse.now)
+        with self._lock:
+            others = self._followers
+            taken = process_id in {each.process_id for each in others} or not 0 < process_id < self._num_processes
+            if taken or self.error is not None or self._closed:
+                log.warning("connection from %s refused: process_id %d is taken or none", where, process_id)
+                channel.close()
+                return
+            self._followers = sorted([*others, follower], key=lambda each: each.process_id)
+            is_last = len(self._followers) == self._num_processes - 1
+        log.info("process %d has joined from %s", process_id, where)
+        threading.Thread(target=self._read, args=(follower,), name=f"process {process_id}", daemon=True).start()
+        if is_last:
+            self._all_joined.set()
 
     def reports(self) -> dict[int, dict[str, Any]]:
         """The next report of each, by process id; waits for them.
@@ -244,10 +263,13 @@ class Followers:
             follower.reports.put(None)
 
     def _read(self, follower: _Follower) -> None:
+        def heard() -> None:
+            follower.heard_at = self._pulse.now
+
+        follower.channel.on_bytes = heard
         try:
             while True:
                 kind, payload = follower.channel.receive()
-                follower.heard_at = self._pulse.now
                 if kind == Kind.DIGEST:
                     self._take_digest(follower, *read_digest(payload))
                 elif kind == Kind.REPORT:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -23,6 +23,8 @@ from jaxserve.scheduler import StepPlan
 from jaxserve.tables import Bucket, StepTables
 
 DIGEST_BYTES = 16
+PIECE_BYTES = 64 << 20
+"""Of what has no bound, as an adapter: other frames, as signs of life, go in between."""
 _LENGTH = struct.Struct("<I")
 _STEP_ID = struct.Struct("<Q")
 
@@ -40,6 +42,7 @@ class Kind(IntEnum):
     STOP = 7
     DIGEST = 8  # to the leader: what a step came to
     FAILED = 9  # both ways: text of an error, the last frame
+    ADAPTER_PART = 10  # from the leader: bytes of the arrays that the next ADAPTER tells of
 
 
 class RunChain:
@@ -91,6 +94,13 @@ def write_arrays(about: dict[str, Any], arrays: Sequence[np.ndarray[Any, Any]]) 
     # Of their bytes: the buffer of a bfloat16 array has no format that memoryview knows.
     blobs = [memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8)) for array in arrays]
     return [_LENGTH.pack(len(head)), head, *blobs]
+
+
+def pieces_of(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    """A payload of `write_arrays` in frames' worth of at most `PIECE_BYTES`."""
+    for part in map(memoryview, parts):
+        for first in range(0, len(part), PIECE_BYTES):
+            yield part[first : first + PIECE_BYTES]
 
 
 def read_arrays(payload: bytes) -> tuple[dict[str, Any], list[np.ndarray[Any, Any]]]:

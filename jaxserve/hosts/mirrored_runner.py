@@ -17,7 +17,7 @@ import numpy as np
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request
 from jaxserve.hosts.leader import Followers
-from jaxserve.hosts.messages import Kind, StepWriter, step_digest, write_arrays
+from jaxserve.hosts.messages import Kind, StepWriter, pieces_of, step_digest, write_arrays
 from jaxserve.runtime import MemoryPlan, ModelRunner, PreparedStep, StepHandle, StepOutput
 from jaxserve.runtime.programs import Progress
 from jaxserve.scheduler import StepPlan
@@ -79,7 +79,9 @@ class MirroredRunner:
 
     def place_adapter(self, layers: Any, place: int) -> None:
         """See `ModelRunner`; followers get the arrays, not the file."""
-        self._followers.run(Kind.ADAPTER, *write_arrays({"place": place}, jax.tree.leaves(layers)))
+        for piece in pieces_of(write_arrays({"place": place}, jax.tree.leaves(layers))):
+            self._followers.run(Kind.ADAPTER_PART, piece)
+        self._followers.run(Kind.ADAPTER)
         self._runner.place_adapter(layers, place)
 
     def prompt_logits(self, token_ids: Sequence[int]) -> Iterator[np.ndarray]:

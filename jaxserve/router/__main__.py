@@ -99,6 +99,8 @@ def _settings(flags: FlagValues) -> RouterSettings:
     Raises:
       ValueError: naming the flag.
     """
+    keys = merged_keys(flags.api_key, flags.api_key_file)
+    of_operators = next((each.key for each in keys if not each.tenant), None)
     return RouterSettings(
         routing=routing_settings_from_flags(flags),
         breaker=BreakerSettings(
@@ -109,7 +111,7 @@ def _settings(flags: FlagValues) -> RouterSettings:
         health=HealthSettings(
             interval_s=flags.health_check_interval_s,
             timeout_s=flags.health_check_timeout_s,
-            api_key=flags.replica_api_key or flags.api_key,
+            api_key=flags.replica_api_key or of_operators,
         ),
         proxy=ProxySettings(
             max_body_bytes=flags.max_body_bytes,
@@ -118,7 +120,7 @@ def _settings(flags: FlagValues) -> RouterSettings:
             replica_timeout_s=flags.replica_timeout_s,
             session_header=flags.session_header,
         ),
-        api_keys=merged_keys(flags.api_key, flags.api_key_file),
+        api_keys=keys,
         guard_probes=flags.guard_probes,
         allowed_origins=flags.allowed_origins,
     )

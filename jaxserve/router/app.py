@@ -79,7 +79,7 @@ class RouterApp:
         ]
         app = Starlette(
             routes=routes,
-            exception_handlers={HTTPException: http_exception, ApiError: _api_error, Exception: unexpected},
+            exception_handlers={HTTPException: http_exception, ApiError: self._api_error, Exception: unexpected},
         )
         app.router.redirect_slashes = False
         if settings.api_keys:
@@ -122,16 +122,18 @@ class RouterApp:
 
     async def _to_all(self, request: Request) -> Response:
         body = await self._body(request)
-        path = request.url.path
+        path = request.scope["path"]
         replies = await ask_all(self._pool, self._upstream, "POST", path, _headers(request), body)
-        if path == "/reset_prefix_cache":
-            self._pool.forget_prompts()
         for reply in replies:
+            if path == "/reset_prefix_cache" and reply.status < 300:
+                self._pool.forget_prompts(reply.replica)
             reply.replica.probe_now.set()  # an adapter is routed to once it is listed
         return all_or_which(replies)
 
     async def _of_one_replica(self, request: Request) -> Response:
-        message = f"{request.url.path} is of one replica: ask it at its own address, as GET /v1/router/replicas lists"
+        message = (
+            f"{request.scope['path']} is of one replica: ask it at its own address, as GET /v1/router/replicas lists"
+        )
         return error_response(ApiError("not_found", message, code="of_one_replica"))
 
     async def _health(self, _: Request) -> Response:
@@ -162,6 +164,11 @@ class RouterApp:
         self._check_open()
         return await read_body(request, self._settings.proxy.max_body_bytes)
 
+    async def _api_error(self, _: Request, exc: Exception) -> Response:
+        error = to_api_error(exc)
+        self._pool.metrics.refused.labels(error.code or error.kind).inc()
+        return error_response(error)
+
     def _check_open(self) -> None:
         if self._pool.draining:
             raise ApiError("unavailable", "the router is shutting down", code="draining", retry_after_s=5.0)
@@ -171,14 +178,14 @@ class RouterApp:
         return ProxiedResponse(call, self._pool, self._upstream, self._settings.proxy.max_retries, self.active)
 
 
-async def _api_error(_: Request, exc: Exception) -> Response:
-    return error_response(to_api_error(exc))
-
-
 def _target(request: Request) -> str:
-    """Path and query; the path is one of a route's own, so nothing of it is the client's."""
+    """Path and query; the path is one of a route's own, so nothing of it is the client's.
+
+    Not from `request.url`, which is put together with the client's Host header and taken apart again.
+    """
+    path: str = request.scope["path"]
     query = request.scope["query_string"].decode("latin-1")
-    return request.url.path + (f"?{query}" if query else "")
+    return path + (f"?{query}" if query else "")
 
 
 def _headers(request: Request) -> TextHeaders:

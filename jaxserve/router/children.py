@@ -2,7 +2,8 @@
 
 Each is a `jaxserve.server` on a free loopback port that it keeps for life, so its name stays the same. One that dies is
 started again after `restart_backoff_s`, twice as long each time up to `MAX_BACKOFF_S`, at most `max_restarts` times in
-a row; one that has lived for `STEADY_S` counts as new. On Linux a child ends with its router, whatever ended that.
+a row; one that was in rotation for `STEADY_S` counts as new. On Linux a child ends with its
+router, whatever ended that.
 """
 
 from __future__ import annotations
@@ -56,14 +57,21 @@ class Children:
 
     Args:
       on_end: told of each that ended by itself: its number, how, and whether it is started again.
+      up_since: when this life of a number's entered rotation, monotonic; None: it has not.
 
     Attributes:
       urls: of each.
     """
 
-    def __init__(self, settings: ChildSettings, on_end: Callable[[int, str, bool], None]) -> None:
+    def __init__(
+        self,
+        settings: ChildSettings,
+        on_end: Callable[[int, str, bool], None],
+        up_since: Callable[[int], float | None],
+    ) -> None:
         self._settings = settings
         self._on_end = on_end
+        self._up_since = up_since
         ports = _free_ports(len(settings.environments))
         self.urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
         self._ports = ports
@@ -76,7 +84,9 @@ class Children:
 
     async def run(self) -> None:
         """Starts all and keeps them running; returns when none may be started again."""
-        await asyncio.gather(*(self._keep(number) for number in range(len(self._ports))))
+        async with asyncio.TaskGroup() as group:
+            for number in range(len(self._ports)):
+                group.create_task(self._keep(number))
 
     def kill(self) -> None:
         """Ends all at once."""
@@ -105,12 +115,12 @@ class Children:
         failures = 0
         while not self._ending:
             began = time.monotonic()
-            status = await self._live(number)
+            ended = await self._live(number)
             if self._ending:
                 return
-            lived_s = time.monotonic() - began
-            failures = 1 if lived_s >= STEADY_S else failures + 1
-            ended = f"signal {-status}" if status < 0 else f"status {status}"
+            now = time.monotonic()
+            lived_s, up_since = now - began, self._up_since(number)
+            failures = 1 if up_since is not None and now - up_since >= STEADY_S else failures + 1
             again = failures <= settings.max_restarts
             self._on_end(number, ended, again)
             if not again:
@@ -123,24 +133,28 @@ class Children:
             )
             await asyncio.sleep(wait_s)
 
-    async def _live(self, number: int) -> int:
-        """Starts one and waits for its end; its exit status."""
+    async def _live(self, number: int) -> str:
+        """Starts one and waits for its end; how that was. One that cannot be started has ended."""
         port = self._ports[number]
         words = [word.replace("{port}", str(port)) for word in self._settings.command]
         # Its output goes to stderr, as the router's own log: stdout has the router's one line. In a session of its own
         # it does not get the terminal's Ctrl-C, so that it is the router who drains.
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=2,
-            env={**os.environ, **self._settings.environments[number]},
-            start_new_session=True,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,
+                env={**os.environ, **self._settings.environments[number]},
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+        except OSError as error:
+            return f"no process: {error}"
         self._running[number] = process
         log.info("replica %s is starting (pid %d)", _name(port), process.pid)
         try:
-            return await process.wait()
+            status = await process.wait()
+            return f"signal {-status}" if status < 0 else f"status {status}"
         finally:
             if process.returncode is not None:
                 del self._running[number]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 MAX_TAIL_BYTES = 1 << 20
 """An event longer than this is passed on in pieces."""
-_END = b"\n\n"
+_ENDS = b"\n\n", b"\n\r\n"
+"""Of a line and of the blank one behind it; lines end with LF or CRLF."""
 
 
 class EventTail:
@@ -20,12 +21,12 @@ class EventTail:
     def take(self, chunk: bytes) -> bytes:
         """What may be passed on once `chunk` has come; the rest is held."""
         data = self._rest + chunk if self._rest else chunk
-        if data.endswith(_END):
+        if data.endswith(_ENDS):
             self._rest = b""
             return data
-        end = data.rfind(_END) + len(_END)
-        if end < len(_END):
-            end = len(data) if len(data) > MAX_TAIL_BYTES else 0
+        end = max(at + len(each) if (at := data.rfind(each)) >= 0 else 0 for each in _ENDS)
+        if not end and len(data) > MAX_TAIL_BYTES:
+            end = len(data)
         self._rest = data[end:]
         return data[:end]
 

@@ -3,17 +3,19 @@
     bind ─▶ serve (503) ─▶ a replica is ready ─▶ SIGTERM or SIGINT ─▶ drain ─▶ front ends ─▶ children end
 
 On the first signal new requests get 503 and open ones may finish within the grace period; what is left then ends with
-an error frame. Children are asked to end after that. A second signal ends all at once. If every child is given up, the
-router ends with status 1.
+an error frame. Children are asked to end after that. A second signal ends all at once. If every child is given up, or
+serving or probing fails, the router ends with status 1.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import uvicorn
@@ -29,6 +31,8 @@ from jaxserve.router.upstream import Upstream
 from jaxserve.server.errors import ApiError
 from jaxserve.server.listening import HttpServer, address, bind
 from jaxserve.server.tls import TlsFiles, uvicorn_options
+
+log = logging.getLogger("jaxserve.router")
 
 FLUSH_S = 5.0
 """Time for the last bytes of answers to leave after draining."""
@@ -66,7 +70,7 @@ class RouterLauncher:
         self._metrics = RouterMetrics()
         self._children: Children | None = None
         if isinstance(replicas, ChildSettings):
-            self._children = Children(replicas, self._child_ended)
+            self._children = Children(replicas, self._child_ended, lambda number: self._pool.replicas[number].up_since)
             replicas = self._children.urls
         self._pool = ReplicaPool(replicas, settings, self._metrics)
         self._stop = asyncio.Event()
@@ -93,16 +97,19 @@ class RouterLauncher:
             probing = asyncio.create_task(HealthChecker(self._pool, upstream, self._settings.health).run())
             living = asyncio.create_task(self._keep_children())
             host_port = address(front.host, listening.getsockname()[1])
-            await self._announce(host_port, living)
-            await self._until_stopped(living)
-            status = 1 if living.done() else 0
+            tasks = (serving, probing, living)
+            await self._announce(host_port, tasks)
+            await self._until_stopped(tasks)
+            status = 1 if any(task.done() for task in tasks) else 0
             await self._drain(app)
             server.should_exit = True
-            await serving
-            await _ended(probing)
+            await _told(serving)
+            probing.cancel()
+            await _told(probing)
         if self._children is not None:
             await self._children.stop(front.drain_grace_s + KILL_AFTER_S)
-        await _ended(living)
+        living.cancel()
+        await _told(living)
         return status
 
     async def _keep_children(self) -> None:
@@ -113,19 +120,20 @@ class RouterLauncher:
             if not self._stop.is_set():
                 _note("jaxserve: every replica is given up; set --max_restarts, or see their logs above")
 
-    async def _announce(self, host_port: str, living: asyncio.Task[None]) -> None:
+    async def _announce(self, host_port: str, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Waits for a replica, then says where the router is."""
         scheme = "http" if self._front.tls is None else "https"
         _note(f"router at {scheme}://{host_port} before {len(self._pool.replicas)} replicas; it waits for the first")
         while not self._pool.in_rotation:
-            if self._stop.is_set() or living.done():
+            if self._stop.is_set() or any(task.done() for task in tasks):
                 return
             await asyncio.sleep(_PERIOD_S)
         print(f"jaxserve router ready http={host_port}", flush=True)
 
-    async def _until_stopped(self, living: asyncio.Task[None]) -> None:
+    async def _until_stopped(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Until a signal, or the end of one of the tasks that are to run as long as the router."""
         stopped = asyncio.create_task(self._stop.wait())
-        await asyncio.wait((stopped, living), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopped, *tasks), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
 
     async def _drain(self, app: RouterApp) -> None:
@@ -146,6 +154,7 @@ class RouterLauncher:
     def _child_ended(self, number: int, how: str, again: bool) -> None:
         replica = self._pool.replicas[number]
         self._pool.unready(replica, f"its process ended with {how}")
+        replica.up_since = None
         if again:
             self._metrics.restarts.labels(replica.name).inc()
 
@@ -175,11 +184,11 @@ def http_config(app: ASGIApp, tls: TlsFiles | None = None) -> uvicorn.Config:
     )
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
-    """Cancels a task and waits for it; what it raised comes out here."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+async def _told(task: asyncio.Task[None]) -> None:
+    """Waits for a task that ends; tells what it raised."""
+    await asyncio.wait((task,))
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("the router ends", exc_info=error)
 
 
 def _note(text: str) -> None:

@@ -37,6 +37,7 @@ class Replica:
       reported: what it last said of its load.
       probe_now: set to have it probed at once.
       changed_at: when it last entered or left rotation, monotonic.
+      up_since: when it first entered rotation in its process's life, monotonic; None: not yet.
       waits: of requests there that the client has no byte of.
     """
 
@@ -48,6 +49,7 @@ class Replica:
     reported: dict[str, Any] = field(default_factory=dict)
     probe_now: asyncio.Event = field(default_factory=asyncio.Event)
     changed_at: float = field(default_factory=time.monotonic)
+    up_since: float | None = None
     waits: set[asyncio.Timeout] = field(default_factory=set)
 
 
@@ -88,9 +90,10 @@ class ReplicaPool:
         if choice is None:
             return None
         self.metrics.choices.labels(choice.reason).inc()
-        self.metrics.prompt_bytes.inc(route.prompt.num_bytes)
-        if choice.num_matched:
-            self.metrics.matched_bytes.inc(route.prompt.ends[choice.num_matched - 1])
+        if not excluded:  # a prompt counts once, however often it is given to another replica
+            self.metrics.prompt_bytes.inc(route.prompt.num_bytes)
+            if choice.num_matched:
+                self.metrics.matched_bytes.inc(route.prompt.ends[choice.num_matched - 1])
         return self.replicas[choice.replica], choice
 
     @contextmanager
@@ -124,9 +127,14 @@ class ReplicaPool:
         with self._change(replica):
             replica.breaker.gone(reason)
 
-    def turned_away(self, replica: Replica) -> None:
-        """It answered a request with 503: the next probe tells more."""
-        self.unready(replica, "it answered 503")
+    def turned_away(self, replica: Replica, *, for_all: bool) -> None:
+        """It answered a request with 503: the next probe tells more.
+
+        Args:
+          for_all: it said that it takes no requests at all.
+        """
+        if for_all:
+            self.unready(replica, "it answered 503")
         replica.probe_now.set()
 
     def ready(self, replica: Replica) -> None:
@@ -162,11 +170,10 @@ class ReplicaPool:
             self._chooser.report_load(replica.number, count)
             self.metrics.from_others.labels(replica.name).set(self._chooser.load(replica.number).from_others)
 
-    def forget_prompts(self) -> None:
-        """The replicas' prefix caches are empty."""
-        for replica in self.replicas:
-            self._chooser.forget(replica.number)
-            self._show(replica)
+    def forget_prompts(self, replica: Replica) -> None:
+        """Its prefix cache is empty."""
+        self._chooser.forget(replica.number)
+        self._show(replica)
 
     def view(self) -> list[dict[str, Any]]:
         """Every replica, for operators."""
@@ -205,6 +212,7 @@ class ReplicaPool:
             # Whatever it was, it may be another process when it comes back.
             self._chooser.forget(replica.number)
         elif before is BreakerState.DOWN:
+            replica.up_since = replica.up_since or replica.changed_at
             trial = ", one request at a time until one succeeds" if state is BreakerState.HALF_OPEN else ""
             log.info("replica %s is in rotation%s", replica.name, trial)
         limit = 1 if state is BreakerState.HALF_OPEN else None

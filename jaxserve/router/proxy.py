@@ -6,8 +6,9 @@
 
 Nothing goes to the client before the first bytes of the answer's body are there, so until then a replica that is lost
 is replaced unseen: what it did is thrown away, and generation changes nothing, so it may be done again. Another replica
-is tried at most `max_retries` times; after a 429 only once. Any other answer is passed on as it is. Event streams go
-through as they come (`event_tail`); other answers are held until they are whole, up to `MAX_HELD_BYTES`.
+is tried at most `max_retries` times; only once after a 429 or a loss on an open connection: the request may itself
+be what ends replicas; never after silence, which has taken long enough. Any other answer is passed on as it is. Event
+streams go through as they come (`event_tail`); other answers are held until they are whole, up to `MAX_HELD_BYTES`.
 
 The client is watched all the while. When it goes away, the connection to the replica is closed, and the replica aborts.
 """
@@ -18,9 +19,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
+import orjson
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -38,6 +40,10 @@ log = logging.getLogger("jaxserve.router")
 MAX_HELD_BYTES = 1 << 20
 """Longer answers that are no event streams are passed on in pieces."""
 OVERLOADED, UNAVAILABLE = 429, 503
+_FAULTS = frozenset((500, 502))
+"""Statuses that count against the replica; others say something of the request."""
+_NOT_SERVING = frozenset(("not_ready", "draining", "stopped", "engine_dead", "dead"))
+"""Codes of a 503 that hold for every request; others hold for the one that was asked."""
 RETRY_AFTER_S = 2.0
 """Told where no replica is in rotation, or one was lost."""
 
@@ -60,10 +66,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """An answer that is passed on only if no other replica gives a better one."""
+    """An answer that is passed on only if no other replica gives a better one.
+
+    Attributes:
+      more: further replicas that may be tried after it.
+    """
 
     reason: str
     response: Response
+    more: int
 
 
 class ProxiedResponse(Response):
@@ -116,59 +127,70 @@ class ProxiedResponse(Response):
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         held: _Held | None = None
+        last: _Held | None = None
         tried: list[int] = []
-        num_overloaded = 0
-        while len(tried) <= self._max_retries and num_overloaded < 2:
-            found = self._pool.choose(self._call.route, tried)
-            if found is None:
-                break
-            if held is not None:
-                self._pool.metrics.retries.labels(held.reason).inc()
+        left = self._max_retries + 1
+        while left and (found := self._pool.choose(self._call.route, tried)) is not None:
+            if last is not None:
+                self._pool.metrics.retries.labels(last.reason).inc()
             replica, _ = found
-            held = await self._try(replica, scope, receive, send)
-            if held is None:
+            last = await self._try(replica, scope, receive, send)
+            if last is None:
                 return
             tried.append(replica.number)
-            num_overloaded += held.reason == "overloaded"
-        if held is not None:
-            await held.response(scope, receive, send)
+            left = min(left - 1, last.more)
+            if held is None or held.reason != "overloaded":  # a 429 says when to come again
+                held = last
+        if held is None:
+            await self._fail(no_replica(), scope, receive, send)
             return
-        await self._fail(no_replica(), scope, receive, send)
+        if held.reason == "lost":
+            self._pool.metrics.refused.labels("replica_lost").inc()
+        await held.response(scope, receive, send)
 
     async def _try(self, replica: Replica, scope: Scope, receive: Receive, send: Send) -> _Held | None:
         """Gives the request to a replica; None once the client has its answer, or as much as there is of it."""
-        call = self._call
-        with self._pool.lent(replica, call.route):
+        with self._pool.lent(replica, self._call.route):
             try:
                 async with asyncio.timeout(None) as wait:
                     replica.waits.add(wait)
-                    async with await self._upstream.open(
-                        replica.url + call.target, call.method, call.headers, call.body
-                    ) as answer:
+                    async with await self._open(replica) as answer:
                         return await self._relay(replica, answer, wait, send)
             except FAILURES as error:
                 self._pool.failed(replica, error)
-                lost = _lost(replica, error, self._started)
+                lost, more = _lost(replica, error, self._started), self._more_after(error)
             finally:
                 replica.waits.discard(wait)
         if not self._started:
-            return _Held("lost", error_response(lost))
+            return _Held("lost", error_response(lost), more)
         log.warning("an answer of replica %s broke off: %s", replica.name, cause(lost))
         self._pool.metrics.broken.labels(replica.name).inc()
         await self._fail(lost, scope, receive, send)
         return None
+
+    async def _open(self, replica: Replica) -> aiohttp.ClientResponse:
+        call = self._call
+        return await self._upstream.open(replica.url + call.target, call.method, call.headers, call.body)
+
+    def _more_after(self, error: BaseException) -> int:
+        """Replicas that may be tried after a loss."""
+        if isinstance(error, aiohttp.SocketTimeoutError):
+            return 0
+        unconnected = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+        return self._max_retries if unconnected else 1
 
     async def _relay(
         self, replica: Replica, answer: aiohttp.ClientResponse, wait: asyncio.Timeout, send: Send
     ) -> _Held | None:
         self._pool.metrics.requests.labels(replica.name, str(answer.status)).inc()
         if answer.status in (OVERLOADED, UNAVAILABLE):
-            response = _copy(answer, b"".join([piece async for piece in _pieces(answer)]))
+            body = b"".join([piece async for piece in _pieces(answer)])
+            response = _copy(answer, body)
             if answer.status == UNAVAILABLE:
-                self._pool.turned_away(replica)
-                return _Held("unavailable", response)
+                self._pool.turned_away(replica, for_all=_code(body) in _NOT_SERVING)
+                return _Held("unavailable", response, self._max_retries)
             self._pool.answered(replica)
-            return _Held("overloaded", response)
+            return _Held("overloaded", response, 1)
         self._is_stream = answer.content_type == "text/event-stream"
         start: Message = {"type": "http.response.start", "status": answer.status, "headers": _headers(answer)}
         async for piece in self._events(answer) if self._is_stream else _pieces(answer):
@@ -182,12 +204,13 @@ class ProxiedResponse(Response):
         return None
 
     async def _start(self, replica: Replica, answer: aiohttp.ClientResponse, start: Message, send: Send) -> None:
-        if answer.status >= 500 and answer.status != 501:
+        if answer.status in _FAULTS:
             self._pool.failed(replica, RuntimeError(f"it answered {answer.status}"))
         else:
             self._pool.answered(replica)
         self._pool.metrics.first_byte.observe(time.perf_counter() - self._began)
         self._started = True
+        self._call = replace(self._call, body=None)  # it is not sent again, and may be large
         await send(start)
 
     async def _events(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -228,10 +251,18 @@ def _headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
 
 def _copy(answer: aiohttp.ClientResponse, body: bytes) -> Response:
     response = Response(body, status_code=answer.status)
-    length = response.headers["content-length"]
-    response.raw_headers = [pair for pair in _headers(answer) if pair[0] != b"content-length"]
-    response.headers["content-length"] = length
+    kept = [pair for pair in _headers(answer) if pair[0] != b"content-length"]
+    response.raw_headers = [*kept, (b"content-length", str(len(body)).encode())]
     return response
+
+
+def _code(body: bytes) -> str | None:
+    """`error.code` of an error's body; None where there is none."""
+    try:
+        code = orjson.loads(body)["error"]["code"]
+    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+        return None
+    return code if isinstance(code, str) else None
 
 
 async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

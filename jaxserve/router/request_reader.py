@@ -65,11 +65,14 @@ def _output_tokens(document: dict[str, Any]) -> int:
 
 def _prompt_keys(root: bytes, document: dict[str, Any]) -> PromptKeys:
     """Of a completion's prompt, a chat's messages or a response's input; of several prompts the first one's."""
-    if "messages" in document:
-        return keys_of_text(root, _conversation(document.get("tools"), document["messages"]))
-    if "input" in document:
-        first = [document.get("tools"), document.get("instructions")]
-        return keys_of_text(root, _conversation(first, document["input"]))
+    try:
+        if "messages" in document:
+            return keys_of_text(root, _conversation(document.get("tools"), document["messages"]))
+        if "input" in document:
+            first = [document.get("tools"), document.get("instructions")]
+            return keys_of_text(root, _conversation(first, document["input"]))
+    except orjson.JSONEncodeError:  # deeper than it writes, though not than it reads
+        return NO_PROMPT
     prompt = document.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompt = prompt[0]

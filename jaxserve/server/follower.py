@@ -1,8 +1,8 @@
 """A server process that is not process 0 of its engine: it follows, and serves nothing but its probes.
 
-It ends when the leader stops (exit status 0), and when the leader is lost or its own part fails (1). A signal does not
-end it, since that would end the engine before its requests: whoever stops all processes at once has the leader drain.
-A second one does.
+It ends when the leader stops (exit status 0), and when the leader is lost or its own part fails (1). Once the leader
+has taken it in, a signal does not end it, since that would end the engine before its requests: whoever stops all
+processes at once has the leader drain. A second one does, and any before that.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from jaxserve.server.tls import uvicorn_options
 
 log = logging.getLogger(__name__)
 
+_SIGNALS = signal.SIGTERM, signal.SIGINT
+
 
 def follow_leader(config: EngineConfig, settings: ServerSettings, log_format: str) -> int:
     """Follows until the leader stops; ends the process itself where threads may be stuck.
@@ -43,13 +45,18 @@ def follow_leader(config: EngineConfig, settings: ServerSettings, log_format: st
         tell_failure(console, f"this process ends: {error}")
         flush_and_exit(1)
 
-    def signalled(number: int, _: Any) -> None:
+    def signalled(_: int, __: Any) -> None:
         log.warning("told to stop; waits until the leader has drained and stops; a second signal ends now")
-        signal.signal(number, signal.SIG_DFL)
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_DFL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signalled)
-    follower = EngineFollower(config, on_lost)
+    def joined() -> None:
+        for number in _SIGNALS:
+            signal.signal(number, signalled)
+
+    # Waiting for the other processes, Python runs no handlers: until then a signal is the kernel's to act on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    follower = EngineFollower(config, on_lost, joined)
     try:
         http_socket = bind(settings.host, settings.http_port)
     except OSError as error:

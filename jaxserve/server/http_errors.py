@@ -13,7 +13,7 @@ from jaxserve.server.json_body import error_response
 async def http_exception(request: Request, exc: Exception) -> Response:
     """No such path, no such method on it, or a request that the framework refuses."""
     assert isinstance(exc, HTTPException), f"handler is for HTTPException, got {type(exc)}"
-    path = request.url.path[:200]
+    path = request.scope["path"][:200]
     if exc.status_code == 404:
         return error_response(ApiError("not_found", f"there is no path {path!r}", code="path_not_found"))
     if exc.status_code != 405:

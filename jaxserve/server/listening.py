@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 
 import uvicorn
@@ -25,9 +24,8 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        message = (
-            f"HTTP cannot listen on {address(host, port)}: {os.strerror(error.errno or 0)}; set --http_port or --host"
-        )
+        # What a name is that has no address stands in no table of errno.
+        message = f"HTTP cannot listen on {address(host, port)}: {error.strerror or error}; set --http_port or --host"
         raise OSError(message) from error
 
 

@@ -11,7 +11,7 @@ from jaxserve.config.hosts_config import HOST_TOKEN_VARIABLE, control_address
 
 FOLDER = Path(__file__).parents[2] / "configs" / "deploy" / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))
-SET_BY_LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "jaxserve-0.jaxserve.default"}
+SET_BY_LWS = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "jaxserve-0.jaxserve.default"}
 DEVICES = ("nvidia.com/gpu", "google.com/tpu")
 
 

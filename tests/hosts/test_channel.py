@@ -3,12 +3,14 @@
 import socket
 import struct
 import threading
+import time
 
 import pytest
 
 from jaxserve.core import HostLostError
 from jaxserve.hosts import channel as module
 from jaxserve.hosts.channel import MAX_FRAME_BYTES, accept_peer, join_leader
+from tests.server.running import until
 
 TOKEN = b"sixteen letters or more"
 
@@ -135,6 +137,40 @@ def test_a_frame_that_is_not_the_next_one_of_the_peer_is_refused(pair, fault):
     assert follower.receive() == (4, b"first")
     with pytest.raises(HostLostError, match="damaged, out of order or not its own"):
         follower.receive()
+
+
+def test_a_handshake_has_one_deadline_however_often_something_comes(monkeypatch):
+    monkeypatch.setattr(module, "HANDSHAKE_S", 0.4)
+    leader_end, other = tcp_pair()
+    ended = threading.Event()
+
+    def trickle():
+        while not ended.wait(0.1):
+            other.sendall(b"x")
+
+    trickling = threading.Thread(target=trickle)
+    trickling.start()
+    began = time.monotonic()
+    with pytest.raises(HostLostError, match="timed out"):
+        accept_peer(leader_end, TOKEN, 5.0)
+    assert time.monotonic() - began < 3
+    ended.set()
+    trickling.join(10)
+    other.close()
+
+
+def test_bytes_of_a_frame_that_is_not_whole_are_told(pair):
+    leader, follower = pair
+    wire, heard = Wire(leader), []
+    follower.on_bytes = lambda: heard.append(1)
+    leader.send(4, bytes(100))
+    reading = threading.Thread(target=follower.receive)
+    reading.start()
+    for part in (wire.frames[0][:60], wire.frames[0][60:]):
+        before = len(heard)
+        wire.socket.sendall(part)
+        until(lambda before=before: len(heard) > before, 10, "bytes")
+    reading.join(10)
 
 
 def test_a_frame_over_the_limit_is_refused_before_it_is_read(pair):

@@ -1,5 +1,6 @@
 """The leader's side of its followers: who joins, what they agree on, and every way of losing one."""
 
+import itertools
 import json
 import socket
 import threading
@@ -61,7 +62,69 @@ def make_party():
 
 
 def kinds_of(channel, count):
-    return [channel.receive()[0] for _ in range(count)]
+    """Of the next frames but signs of life."""
+    frames = (channel.receive()[0] for _ in itertools.count())
+    return list(itertools.islice((kind for kind in frames if kind != Kind.PULSE), count))
+
+
+def waiting_leader(timeout_s, within_s=20):
+    """A leader that waits for two followers on a thread, how one joins it, and what `accept` raised."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = probe.getsockname()
+    leader, raised = Followers(address, 3, TOKEN, timeout_s), []
+
+    def accept():
+        try:
+            leader.accept(within_s)
+        except HostLostError as error:
+            raised.append(str(error))
+
+    accepting = threading.Thread(target=accept)
+    accepting.start()
+    return leader, accepting, raised, lambda: socket.create_connection(address)
+
+
+def test_who_has_joined_gets_signs_of_life_while_others_are_waited_for():
+    leader, accepting, raised, connect = waiting_leader(1.0)
+    first = join_leader(connect(), TOKEN, 1, 5.0)
+    for _ in range(30):  # half as long again as the timeout
+        first.send(Kind.PULSE)
+        assert first.receive() == (Kind.PULSE, b"")
+    second = join_leader(connect(), TOKEN, 2, 5.0)
+    accepting.join(20)
+    assert not raised and leader.error is None
+    leader.close()
+    first.close()
+    second.close()
+
+
+def test_who_has_joined_is_told_that_another_did_not_come():
+    _, accepting, raised, connect = waiting_leader(20.0, within_s=0.5)
+    first = join_leader(connect(), TOKEN, 1, 5.0)
+    accepting.join(20)
+    assert raised == ["no connection from process(es) 2 within 0.5 s"]
+    assert first.receive() == (Kind.FAILED, raised[0].encode())
+    first.close()
+
+
+def test_one_that_is_lost_ends_the_wait_for_the_others():
+    _, accepting, raised, connect = waiting_leader(20.0)
+    join_leader(connect(), TOKEN, 1, 5.0).close()
+    accepting.join(10)
+    assert raised == ["process 1 is gone: it closed the connection"]
+
+
+def test_strangers_that_say_nothing_do_not_hold_up_the_start():
+    leader, accepting, raised, connect = waiting_leader(20.0)
+    began = time.monotonic()
+    strangers = [connect() for _ in range(8)]
+    followers = [join_leader(connect(), TOKEN, process_id, 5.0) for process_id in (1, 2)]
+    accepting.join(20)
+    assert not raised and time.monotonic() < began + 8, "a stranger's handshake was waited for"
+    leader.close()
+    for each in (*strangers, *followers):
+        each.close()
 
 
 def test_strangers_and_taken_ids_are_refused_while_it_waits():

@@ -130,6 +130,16 @@ def test_a_signal_drains_the_leader_and_both_end_in_good_order(server, processes
     assert "the leader has stopped" in processes.log("follower")
 
 
+def test_a_signal_ends_a_follower_that_waits_for_the_others(processes, tiny_model_dir):
+    address = f"127.0.0.1:{free_ports()}"
+    flags = as_flags(SETTINGS | {"model": tiny_model_dir, "coordinator_address": address})
+    follower = processes.start("follower", "jaxserve.server", "--process_id=1", *flags)
+    processes.until_logged("follower", "probes at", 60)
+    time.sleep(1)
+    follower.send_signal(signal.SIGTERM)
+    assert processes.wait("follower", 10) == -signal.SIGTERM
+
+
 def test_a_follower_tells_its_probes_how_far_it_is(server, processes):
     url = processes.until_logged("follower", "probes at", 5).split("probes at ")[1].split()[0]
     assert httpx.get(f"{url}/health").json() == {"status": "ok", "state": "ready"}

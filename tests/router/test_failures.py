@@ -117,6 +117,65 @@ def test_failed_requests_in_a_row_open_the_circuit(make_replica, make_router):
         assert "it answered 500" in client.get("/v1/router/replicas").json()["replicas"][0]["reason"]
 
 
+@pytest.mark.parametrize("status", ["504 Gateway Timeout", "501 Not Implemented", "503 Service Unavailable"])
+def test_what_one_request_cannot_get_takes_no_replica_out(make_replica, make_router, status):
+    one = make_replica(refuse(status, b'{"error": {"code": "prefill_unavailable"}}', "Retry-After: 3"))
+    settings = RouterSettings(breaker=BreakerSettings(failure_threshold=1, open_s=30.0))
+    router = make_router(one, settings=settings)
+    with router.client() as client:
+        for _ in range(3):
+            answer = client.post("/v1/completions", json=BODY)
+            assert (answer.status_code, answer.headers["retry-after"]) == (int(status[:3]), "3")
+            assert int(answer.headers["content-length"]) == len(answer.content)
+        assert client.get("/v1/router/replicas").json()["replicas"][0]["reason"] is None
+        until(lambda: client.get("/v1/router/replicas").json()["replicas"][0]["state"] == "up", 5, "in rotation")
+
+
+@pytest.mark.parametrize("code", ["not_ready", "draining", "engine_dead"])
+def test_a_replica_that_takes_no_requests_is_left_at_once(make_replica, make_router, code):
+    async def ends(exchange):
+        one.ready = False
+        await exchange.answer(b'{"error": {"code": "%s"}}' % code.encode(), "503 Service Unavailable")
+
+    one = make_replica(ends)
+    router = make_router(one, settings=RouterSettings(health=HealthSettings(interval_s=30.0)))
+    with router.client() as client:
+        assert client.post("/v1/completions", json=BODY).json()["error"]["code"] == code
+        assert error_of(client.post("/v1/completions", json=BODY), 503)["code"] == "no_replica"
+    assert len(one.seen) == 1
+
+
+def test_a_request_that_ends_replicas_is_given_to_one_other_only(make_replica, make_router):
+    replicas = [make_replica(reset) for _ in range(4)]
+    router = make_router(*replicas, settings=replace(ROUND_ROBIN, proxy=ProxySettings(max_retries=3)))
+    with router.client() as client:
+        assert error_of(client.post("/v1/completions", json=BODY), 503)["code"] == "replica_lost"
+    assert sum(len(each.seen) for each in replicas) == 2
+    assert router.metric("refused_total", code="replica_lost") == 1
+    assert router.metric("prompt_bytes_total") <= len(BODY["prompt"]), "a prompt counts once"
+
+
+def test_a_429_is_kept_though_the_other_replica_is_lost(make_replica, make_router):
+    full = make_replica(refuse("429 Too Many Requests", b'{"error": {}}', "Retry-After: 7"))
+    others = [make_replica(reset) for _ in range(2)]
+    router = make_router(full, *others, settings=ROUND_ROBIN)
+    with router.client() as client:
+        answer = client.post("/v1/completions", json=BODY)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+    assert sum(len(each.seen) for each in others) == 1
+
+
+def test_after_silence_no_other_replica_is_tried(make_replica, make_router):
+    async def silent(exchange):
+        await asyncio.sleep(20)
+
+    one, other = make_replica(silent), make_replica()
+    router = make_router(one, other, settings=replace(ROUND_ROBIN, proxy=ProxySettings(replica_timeout_s=0.2)))
+    with router.client() as client:
+        assert error_of(client.post("/v1/completions", json=BODY), 503)["code"] == "replica_lost"
+    assert not other.seen
+
+
 def test_a_silent_replica_is_given_up(make_replica, make_router):
     async def silent(exchange):
         await asyncio.sleep(20)

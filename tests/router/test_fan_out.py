@@ -73,6 +73,16 @@ def test_an_emptied_prefix_cache_is_forgotten(make_replica, make_router):
         assert router.metric("cache_table_blocks", replica=replicas[0].name) == 0
 
 
+def test_what_refuses_to_empty_its_prefix_cache_is_not_forgotten(make_replica, make_router):
+    replica = make_replica(refuse("200 OK", b"{}"))
+    router = make_router(replica)
+    with router.client() as client:
+        client.post("/v1/completions", json=BODY | {"prompt": "x" * 640})
+        replica.script = refuse("404 Not Found")
+        assert client.post("/reset_prefix_cache", json={}).status_code == 404
+    assert router.metric("cache_table_blocks", replica=replica.name) == 10
+
+
 def test_without_replicas_a_list_is_503(make_replica, make_router):
     replica = make_replica()
     router = make_router(replica)

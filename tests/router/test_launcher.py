@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import threading
 import httpx
 import pytest
 
+from jaxserve.router import children
 from tests.server.running import events_of, until
 
 ROUND = {"prompt": "The sea", "max_tokens": 40, "stream": True, "ignore_eos": True}
@@ -165,6 +167,57 @@ def test_children_that_keep_dying_are_given_up(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "every replica is given up" in done.stderr and not done.stdout
+
+
+def test_probing_that_fails_ends_the_router():
+    code = (
+        "import asyncio, sys\n"
+        "from jaxserve.router import launcher\n"
+        "from jaxserve.router.settings import RouterSettings\n"
+        "async def fails(self): raise RuntimeError('probing broke')\n"
+        "launcher.HealthChecker.run = fails\n"
+        "front = launcher.FrontSettings(http_port=0)\n"
+        "run = launcher.RouterLauncher(front, RouterSettings(), ('http://127.0.0.1:9',)).run\n"
+        "async def main(): return await run()\n"
+        "sys.exit(asyncio.run(main()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "RuntimeError: probing broke" in done.stderr
+
+
+@pytest.mark.parametrize("was_up", [False, True])
+def test_only_a_life_in_rotation_makes_a_child_new(monkeypatch, was_up):
+    monkeypatch.setattr(children, "STEADY_S", 0.0)
+    ends = []
+
+    def ended(number, how, again):
+        ends.append((how, again))
+        if len(ends) == 5:
+            asyncio.current_task().cancel()
+
+    settings = children.ChildSettings((sys.executable, "-S", "-c", "raise SystemExit(3)"), ({},), 1, 0.01)
+    started = children.Children(settings, ended, lambda number: 0.0 if was_up else None)
+    asyncio.run(started.run())
+    wanted = [("status 3", True)] * 5 if was_up else [("status 3", True), ("status 3", False)]
+    assert ends == wanted
+
+
+def test_a_child_that_cannot_be_started_has_ended():
+    ends = []
+    settings = children.ChildSettings(("/nothing/is/here",), ({},), 1, 0.01)
+    asyncio.run(children.Children(settings, lambda *end: ends.append(end), lambda number: None).run())
+    assert [again for _, _, again in ends] == [True, False]
+    assert all("no process" in how and "/nothing/is/here" in how for _, how, _ in ends)
+
+
+def test_probes_have_a_key_of_the_file_that_has_no_tenant(tmp_path):
+    from jaxserve.config.flags import parse_flags
+    from jaxserve.router.__main__ import _settings
+
+    (tmp_path / "keys").write_text("alice:sk-alice\nsk-operator\n")
+    words = ["router", "--replicas=http://a:1", f"--api_key_file={tmp_path / 'keys'}"]
+    assert _settings(parse_flags("router", words)).health.api_key == "sk-operator"
+    assert _settings(parse_flags("router", [*words, "--replica_api_key=sk-r"])).health.api_key == "sk-r"
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,36 @@ def test_an_event_cut_in_two_on_its_way_comes_whole(make_replica, make_router):
     assert all(piece.endswith(b"\n\n") for piece in pieces)
 
 
+def test_events_whose_lines_end_with_crlf_come_whole(make_replica, make_router):
+    event = b'data: {"choices": []}\r\n\r\n'
+
+    async def cut(exchange):
+        await exchange.begin_stream()
+        await exchange.chunk(event + event[:10])
+        await asyncio.to_thread(seen.wait, 10)
+        await exchange.chunk(event[10:])
+        await exchange.end_stream()
+
+    seen = threading.Event()
+    router = make_router(make_replica(cut))
+    with router.client() as client, client.stream("POST", "/v1/completions", json=BODY) as answer:
+        pieces = answer.iter_raw()
+        assert next(pieces) == event
+        seen.set()
+        assert b"".join(pieces) == event
+
+
+@pytest.mark.parametrize("host", ["x/start_profile?", "a/..", "[", "x#", ""])
+def test_a_host_header_changes_no_path(make_replica, make_router, host):
+    replica = make_replica(refuse("200 OK", b"{}"))
+    router = make_router(replica)
+    with router.client() as client:
+        assert client.post("/v1/completions?a=b", json=BODY, headers={"Host": host}).status_code == 200
+        assert client.post("/reset_prefix_cache", json={}, headers={"Host": host}).status_code == 200
+        assert error_of(client.get("/nothing", headers={"Host": host}), 404)["code"] == "path_not_found"
+    assert [each.path for each in replica.seen] == ["/v1/completions?a=b", "/reset_prefix_cache"]
+
+
 def test_method_path_query_headers_and_body_reach_the_replica(make_replica, make_router):
     replica = make_replica(refuse("200 OK", b"{}"))
     router = make_router(replica)

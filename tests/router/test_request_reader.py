@@ -7,7 +7,7 @@ import json
 import pytest
 
 from jaxserve.router.request_reader import KEYED_BYTES, read_route
-from jaxserve.routing import RouteRequest
+from jaxserve.routing import NO_PROMPT, RouteRequest
 
 
 def route(headers=None, tenant="", **body):
@@ -36,6 +36,13 @@ def test_what_cannot_be_read_is_routed_by_load(body):
 def test_fields_of_wrong_types_are_no_error(body):
     found = route(**body)
     assert found.model == found.session == "" and found.num_tokens >= 0
+
+
+@pytest.mark.parametrize("field", ["messages", "input", "tools"])
+def test_json_that_is_too_deep_to_be_written_again_is_routed_by_load(field):
+    body = b'{"model": "m", "input": [], "%s": [%s1%s]}' % (field.encode(), b"[" * 500, b"]" * 500)
+    found = read_route(body, {}, "", "")
+    assert (found.model, found.prompt) == ("m", NO_PROMPT)
 
 
 def test_a_conversation_begins_as_it_went_on():
