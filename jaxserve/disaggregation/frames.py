@@ -70,7 +70,8 @@ class Channel:
 
     Args:
       connection: connected; closed by `close`.
-      timeout_s: most seconds that one send, or a frame without its payload, may take; a payload has longer by its length.
+      timeout_s: most seconds that one send, or a frame without its payload, may take; a payload has more, by its
+        length.
 
     Raises, from every method:
       OSError: the connection is lost, or took too long.

@@ -1,8 +1,8 @@
 """Pull: one prompt's pages from one prefill server, over as many connections as it takes.
 
 A connection that is lost, or whose block is damaged, is made anew and goes on with the block that is lacking; a server
-that does not answer the question at all is not asked again. What a
-prefill server sends is compared with what the prompt must have, block by block: no length or place is taken on trust.
+that does not answer the question at all is not asked again. What a prefill server sends is compared with what the
+prompt must have, block by block: no length or place is taken on trust.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.core import JaxserveError
-from jaxserve.disaggregation.frames import HANDSHAKE_S, VERSION, Channel, FrameError, Kind, checksum, field, proof, proves
+from jaxserve.disaggregation.frames import (
+    HANDSHAKE_S,
+    VERSION,
+    Channel,
+    FrameError,
+    Kind,
+    checksum,
+    field,
+    proof,
+    proves,
+)
 from jaxserve.disaggregation.kv_layout import KVLayout, as_bytes
 from jaxserve.runtime import PageBlock
 from jaxserve.runtime.kv_pool import SWAP_BLOCK
@@ -206,7 +216,12 @@ class Puller:
             channel.limit()
             prompt = memoryview(array.array("i", wanted.prompt).tobytes())
             channel.send(Kind.PULL, self._question(wanted, key, first), [prompt])
-            return self._expect(channel, Kind.ACCEPT)[1]
+            try:
+                return self._expect(channel, Kind.ACCEPT)[1]
+            except TimeoutError:
+                with contextlib.suppress(OSError):
+                    channel.send(Kind.DONE)  # nobody waits for what it may have begun
+                raise
         except TimeoutError as error:
             raise PullError("unreachable", f"{self._name} does not answer: {error}") from error
 

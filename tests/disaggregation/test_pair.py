@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from jaxserve.core import RejectedError, SamplingParams, StructuredOutputs, Submission
-from jaxserve.disaggregation.kv_layout import KVLayout
 from jaxserve.disaggregation import remote_prefill
+from jaxserve.disaggregation.kv_layout import KVLayout
 from jaxserve.disaggregation.pull import Puller, PullError, Wanted
 from jaxserve.disaggregation.remote_prefill import AVOID_S
 from jaxserve.engine import AsyncEngine

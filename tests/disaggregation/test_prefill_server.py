@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.disaggregation.frames import Channel, Kind, proof
 from jaxserve.disaggregation import PrefillServer, PrefillSettings
+from jaxserve.disaggregation.frames import Channel, Kind, proof
 from jaxserve.disaggregation.kv_layout import KVLayout
 from jaxserve.disaggregation.pull import Puller, PullError, Wanted
 from tests.disaggregation.pair import GREEDY, Pair, prompts, pull_raw
