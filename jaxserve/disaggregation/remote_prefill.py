@@ -187,7 +187,8 @@ class RemotePrefill:
     def _unavailable(self, engine: AsyncEngine, why: str) -> RejectedError:
         engine.metrics.rejected("prefill_unavailable")
         message = f"no prefill server computed the prompt: {why}"
-        return RejectedError(Rejection("prefill_unavailable", message, retry_after_s=AVOID_S))
+        wait_s = min(worker.avoid_until for worker in self._workers) - time.monotonic()
+        return RejectedError(Rejection("prefill_unavailable", message, retry_after_s=max(wait_s, AVOID_S)))
 
     def _local_reason(self, engine: AsyncEngine, submission: Submission, num_tokens: int) -> str | None:
         """Why a prompt is computed here without asking anybody; "": the engine will refuse it; None: it is not."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxserve.disaggregation import PrefillServer, PrefillSettings
+from jaxserve.disaggregation import PrefillServer, PrefillSettings, prefill_server
 from jaxserve.disaggregation.frames import Channel, Kind, proof
 from jaxserve.disaggregation.kv_layout import KVLayout
 from jaxserve.disaggregation.pull import Puller, PullError, Wanted
@@ -84,6 +85,30 @@ def test_a_server_that_starts_refuses_at_once_and_can_be_stopped(pair: Pair) -> 
     server.stop()
     with pytest.raises(PullError):
         puller.pull(Wanted("r", (0,) * 40), 20.0, threading.Event())
+
+
+def test_a_connection_without_a_thread_is_closed_and_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = PrefillServer(PrefillSettings(port=0))
+    make, failed = threading.Thread, threading.Event()
+
+    def fail_once(*arguments: Any, **others: Any) -> threading.Thread:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        return make(*arguments, **others)
+
+    monkeypatch.setattr(prefill_server, "threading", SimpleNamespace(Thread=fail_once))
+    for refused in (False, True):
+        channel = Channel(socket.create_connection(("127.0.0.1", server.port)), 60.0)
+        if refused:
+            assert channel.receive(Kind.REFUSE)[1]["reason"] == "starting"
+        else:
+            with pytest.raises(OSError):
+                channel.receive(Kind.REFUSE)
+        channel.close()
+    assert failed.is_set()
+    until(lambda: server._connections._value == prefill_server.MAX_CONNECTIONS, 10, "every place is free")
+    server.stop()
 
 
 def test_a_new_connection_takes_an_export_over(pair: Pair) -> None:
