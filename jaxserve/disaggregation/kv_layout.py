@@ -146,15 +146,18 @@ def _fingerprint(config: ModelConfig, params: Any) -> str:
     stacked = not isinstance(layers, list)  # a dict of arrays [L, ...], or a tuple of several
     first = layers if isinstance(layers, dict) else layers[0]
     for name in _KV_PROJECTIONS:
-        for leaf in jax.tree.leaves(first["attention"].get(name)):
-            if jnp.issubdtype(leaf.dtype, jnp.floating):  # of quantised ones the scales
-                digest.update(_values(leaf, stacked))
+        leaves = jax.tree.leaves(first["attention"].get(name))
+        # Of quantised ones the scales.
+        digest.update(_values([leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)], stacked))
     return digest.hexdigest()[:32]
 
 
-def _values(leaf: jax.Array, stacked: bool) -> bytes:
-    """The values in an array, or in the first of a stack, but for zeros, with which forms fill up."""
-    # By shards: of the whole array jax would keep a copy on the host.
-    parts = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-    values = np.concatenate([(part[0] if stacked else part).astype(np.float32).reshape(-1) for part in parts])
-    return np.unique(values[values != 0.0]).tobytes()
+def _values(leaves: Sequence[jax.Array], stacked: bool) -> bytes:
+    """The values in some arrays, or in the first of each stack, but for zeros, with which forms fill up."""
+    values = [np.zeros(0, np.float32)]
+    for leaf in leaves:
+        for shard in leaf.addressable_shards:  # of the whole array jax would keep a copy on the host
+            part = np.asarray(shard.data)
+            values.append((part[0] if stacked else part).astype(np.float32).reshape(-1))
+    found = np.concatenate(values)
+    return np.unique(found[found != 0.0]).tobytes()
