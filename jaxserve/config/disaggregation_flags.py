@@ -16,6 +16,7 @@ from jaxserve.config.flag_parsers import ChoiceParser, FloatParser, IntParser, L
 KV_TRANSFERS = ("auto", "stream", "jax")
 TOKEN_VARIABLE = "JAXSERVE_KV_TOKEN"
 MIN_TOKEN_CHARS = 16
+_WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class AddressParser(ArgumentParser[tuple[str, int]]):
@@ -55,7 +56,7 @@ DISAGGREGATION_FLAGS = flags_for(
         "kv_host",
         TextParser(),
         "127.0.0.1",
-        "address on which a prefill server is asked, or a decode server pulls with jax",
+        "address on which a prefill server is asked; with kv_transfer=jax also a decode server's, which pulls there",
     ),
     ("kv_port", IntParser(0, 65535), 8100, "port on which a prefill server is asked; 0: any free port"),
     (
@@ -68,10 +69,16 @@ DISAGGREGATION_FLAGS = flags_for(
         "kv_transfer",
         ChoiceParser(KV_TRANSFERS),
         "auto",
-        "stream: pages over the connection, checksummed and resumable; jax: by jax.experimental.transfer; auto: stream"
-        " on CPU and several devices, else jax; alike on both servers",
+        "stream: pages over the connection, checksummed and resumable; jax: by jax.experimental.transfer, not"
+        " checksummed; auto: stream; alike on both servers",
     ),
-    ("kv_transfer_space", FloatParser(low=1e-6), 1.0, "GiB of host memory for pages on their way, on each server"),
+    (
+        "kv_transfer_space",
+        FloatParser(low=1e-6),
+        1.0,
+        "GiB of host memory for pages on their way, on each server; with kv_transfer=jax of the device's, beside what"
+        " memory_fraction grants",
+    ),
     ("kv_hold_s", FloatParser(low=0.1), 10.0, "seconds that a prefill server keeps pages whose connection was lost"),
     (
         "remote_prefill_min_tokens",
@@ -135,6 +142,11 @@ def check_disaggregation(flags: FlagValues, token: str) -> None:
         raise ValueError("disaggregation is decode and prefill_workers is empty; name the prefill servers")
     if workers and role != "decode":
         raise ValueError(f"prefill_workers is set and disaggregation is {role}; only a decode server asks them")
+    if role != "none" and flags.kv_transfer == "jax" and flags.kv_host in _WILDCARDS:
+        raise ValueError(
+            f"kv_host is {flags.kv_host} and kv_transfer is jax, which tells the other server this address; name the"
+            " one at which this machine is reached"
+        )
     hosts = [flags.kv_host] if role == "prefill" else [host for host, _ in workers]
     beyond = next((host for host in hosts if not _is_loopback(host)), None)
     if beyond is not None and not token:

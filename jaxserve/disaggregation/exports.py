@@ -7,6 +7,8 @@ is queued; an export with which nobody has had a connection for `hold_s` is ende
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections import deque
@@ -15,8 +17,6 @@ from collections.abc import Callable
 from jaxserve.core import FinishReason
 from jaxserve.engine import OutputDelta
 from jaxserve.runtime import PageBlock
-
-RECONNECT_TRIES, RECONNECT_PERIOD_S = 20, 0.05
 
 
 class Export:
@@ -30,7 +30,7 @@ class Export:
 
     Attributes:
       queued: the engine has taken its request.
-      connected: some connection serves it.
+      connection: serves it; None: it waits for another.
       left_at: instant at which the last connection left it.
     """
 
@@ -40,7 +40,7 @@ class Export:
         self.num_bytes = num_bytes
         self.on_device = on_device
         self.queued = False
-        self.connected = False
+        self.connection: socket.socket | None = None
         self.left_at = time.monotonic()
         self._blocks: deque[PageBlock] = deque()
         self._first = 0  # number of the first of them
@@ -122,37 +122,46 @@ class Exports:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def open(self, export: Export) -> bool:
-        """Sets an export's bytes aside and connects it; False when there is no room."""
+    def open(self, export: Export, connection: socket.socket) -> bool:
+        """Sets an export's bytes aside for a connection that serves it; False when there is no room."""
         with self._lock:
             if export.key in self._by_key or self.num_bytes + export.num_bytes > self.max_bytes:
                 return False
             self.num_bytes += export.num_bytes
             self._by_key[export.key] = export
-            export.connected = True
+            export.connection = connection
             return True
 
-    def reconnect(self, key: str) -> Export | None:
-        """The export of a pull that goes on; None when it is not known, or another connection keeps serving it."""
-        for _ in range(RECONNECT_TRIES):
-            with self._lock:
-                export = self._by_key.get(key)
-                if export is None:
-                    return None
-                if not export.connected:
-                    export.connected = True
-                    return export
-            time.sleep(RECONNECT_PERIOD_S)  # the old connection's end is about to be seen
-        return None
+    def reconnect(self, key: str, connection: socket.socket) -> Export | None:
+        """The export of a pull that goes on; None when it is not known.
 
-    def leave(self, export: Export) -> None:
-        """A connection was lost; another may come."""
+        A connection that still serves it is ended: its other side has left it, whether that is to be seen or not.
+        """
         with self._lock:
-            export.connected, export.left_at = False, time.monotonic()
+            export = self._by_key.get(key)
+            if export is None:
+                return None
+            old, export.connection = export.connection, connection
+        if old is not None:
+            with contextlib.suppress(OSError):
+                old.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves it, which closes it
+        return export
 
-    def close(self, export: Export) -> None:
-        """Everything was taken, or nobody wants it: the request ends, the pages are forgotten."""
+    def leave(self, export: Export, connection: socket.socket) -> None:
+        """A connection was lost; another may come, or has."""
         with self._lock:
+            if export.connection is connection:
+                export.connection, export.left_at = None, time.monotonic()
+
+    def close(self, export: Export, connection: socket.socket | None = None) -> None:
+        """Everything was taken, or nobody wants it: the request ends, the pages are forgotten.
+
+        Args:
+          connection: says so, which counts only if no other serves the export by now; None: it counts.
+        """
+        with self._lock:
+            if connection is not None and export.connection is not connection:
+                return
             if self._by_key.pop(export.key, None) is None:
                 return
             self.num_bytes -= export.num_bytes
@@ -163,7 +172,8 @@ class Exports:
     def expire(self, now: float) -> int:
         """Closes those without a connection for too long; how many."""
         with self._lock:
-            late = [each for each in self._by_key.values() if not each.connected and now - each.left_at > self._hold_s]
+            lost = [each for each in self._by_key.values() if each.connection is None]
+            late = [each for each in lost if now - each.left_at > self._hold_s]
         for export in late:
             self.close(export)
         return len(late)

@@ -5,7 +5,7 @@ A frame is a fixed head, a small JSON object and, of some kinds, bytes:
     kind u8 | 3 bytes of zero | object length u32 | payload length u64 | object | payload        big-endian
 
     decode server                                   prefill server
-                               <-- HELLO            version, nonce, K/V layout
+                               <-- HELLO            version, nonce, K/V layout; or REFUSE while it starts
     AUTH: proof, nonce -->                          of the shared token, which itself is never sent
                                <-- PROOF            the other side's
     PULL: prompt, terms -->                         payload: token ids, int32
@@ -27,6 +27,7 @@ import hmac
 import json
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
@@ -36,6 +37,10 @@ from jaxserve.core import JaxserveError
 
 VERSION = 1
 MAX_OBJECT_BYTES = 1 << 16
+HANDSHAKE_S = 5.0
+"""Most seconds that it takes both sides to show that they know the token."""
+MIN_BANDWIDTH = 1e6
+"""Bytes per second below which a payload counts as standing still."""
 _HEAD = struct.Struct(">BxxxIQ")
 _PLACE = struct.Struct(">QIII")
 
@@ -65,24 +70,34 @@ class Channel:
 
     Args:
       connection: connected; closed by `close`.
-      timeout_s: most seconds that one send or receive may stand still.
+      timeout_s: most seconds that one send, or a frame without its payload, may take; a payload has more, by its
+        length.
 
     Raises, from every method:
-      OSError: the connection is lost, or stood still for too long.
+      OSError: the connection is lost, or took too long.
       FrameError: a rule is broken.
     """
 
     def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        connection.settimeout(timeout_s)
+        self._timeout_s = timeout_s
+        self._limit = self._ends_at = float("inf")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+
+    def limit(self, seconds: float = float("inf")) -> None:
+        """All that is said from now on is said in so many seconds, until this is called again."""
+        self._limit = time.monotonic() + seconds
 
     def send(self, kind: Kind, fields: dict[str, Any] | None = None, payload: Sequence[memoryview] = ()) -> None:
         """Sends a frame; the parts of `payload` (bytes, one-dimensional) are its payload, one behind the other."""
         text = json.dumps(fields or {}, separators=(",", ":")).encode()
         size = sum(len(part) for part in payload)
+        self._start(self._timeout_s)
+        self._wait_at_most()
         self._socket.sendall(_HEAD.pack(kind, len(text), size) + text)
+        self._start(self._timeout_s + size / MIN_BANDWIDTH)
         for part in payload:
+            self._wait_at_most()
             self._socket.sendall(part)
 
     def receive(self, *kinds: Kind, max_payload: int = 0) -> tuple[Kind, dict[str, Any], int]:
@@ -91,6 +106,7 @@ class Channel:
         Returns:
           Kind, object, and bytes of payload, at most `max_payload`.
         """
+        self._start(self._timeout_s)
         number, text_size, size = _HEAD.unpack(self._exactly(_HEAD.size))
         if number not in kinds:
             expected = " or ".join(kind.name for kind in kinds)
@@ -101,10 +117,11 @@ class Channel:
             raise FrameError(f"the payload of a {_name(number)} has {size} bytes; the limit is {max_payload}")
         try:
             fields = json.loads(self._exactly(text_size))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FrameError(f"the object of a {_name(number)} is not JSON: {error}") from error
         if not isinstance(fields, dict):
             raise FrameError(f"the object of a {_name(number)} is {str(fields)[:80]}; it must be an object")
+        self._start(self._timeout_s + size / MIN_BANDWIDTH)
         return Kind(number), fields, size
 
     def read(self, size: int) -> bytearray:
@@ -114,6 +131,7 @@ class Channel:
     def read_into(self, view: memoryview) -> None:
         """Payload, until `view` (bytes, one-dimensional, writable) is full."""
         while view:
+            self._wait_at_most()
             count = self._socket.recv_into(view)
             if not count:
                 raise ConnectionResetError(f"the connection ended with {len(view)} bytes missing")
@@ -122,6 +140,16 @@ class Channel:
     def close(self) -> None:
         """Ends the connection; the other side sees it at once."""
         self._socket.close()
+
+    def _start(self, seconds: float) -> None:
+        self._ends_at = min(time.monotonic() + seconds, self._limit)
+
+    def _wait_at_most(self) -> None:
+        """The next call of the socket has what is left of the time."""
+        left = self._ends_at - time.monotonic()
+        if left <= 0.0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(left)
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)

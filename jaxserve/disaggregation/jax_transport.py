@@ -2,13 +2,13 @@
 
 The frames stay as they are, and say which block comes next, but a block's bytes do not pass through them: the sender
 offers its arrays under a number, the receiver pulls that number. Nothing is checksummed, and a connection that is lost
-begins anew.
+begins anew. Who pulls is not asked for the token; the number, which only the frames tell, takes its place.
 """
 
 from __future__ import annotations
 
-import itertools
 import queue
+import secrets
 import threading
 from typing import Any
 
@@ -27,7 +27,6 @@ class JaxSender:
 
     def __init__(self, host: str) -> None:
         self._server = _start(host)
-        self._numbers = itertools.count()
 
     @property
     def address(self) -> str:
@@ -35,8 +34,8 @@ class JaxSender:
         return str(self._server.address())
 
     def offer(self, block: PageBlock) -> int:
-        """The number under which a block can be pulled, once."""
-        number = next(self._numbers)
+        """The number under which a block can be pulled, once; not to be guessed."""
+        number = secrets.randbits(62)
         self._server.await_pull(number, list(block.leaves))
         return number
 

@@ -41,7 +41,7 @@ class KVLayout:
         kv = engine.runner.kv_layout
         return cls(
             model=engine.model_name,
-            weights=_fingerprint(kv.config, engine.runner.params["final_norm"]),
+            weights=_fingerprint(kv.config, engine.runner.params),
             page_size=kv.page_size,
             windows=tuple(kv.groups.windows),
             leaves=tuple(
@@ -129,11 +129,35 @@ _FOLLOWING_LENGTH = ("dynamic", "longrope")
 """Kinds of rope by which K depends on the longest context that is served."""
 
 
-def _fingerprint(config: ModelConfig, norm: Any) -> str:
-    """Of what K/V follows from: the model's shape, and its last norm for its weights; not of the checkpoint's form."""
+_KV_PROJECTIONS = ("k_proj", "v_proj", "kv_a_proj")
+
+
+def _fingerprint(config: ModelConfig, params: Any) -> str:
+    """Of what K/V follows from: the model's shape, and for its weights the last norm and what makes K and V in layer 0.
+
+    Not of the form in which a checkpoint or the device has them: of a projection the values count, not their places.
+    """
     values = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _OF_CHECKPOINTS}
     if not any(rope.kind in _FOLLOWING_LENGTH for rope in config.ropes):
         del values["served_length"]
     digest = hashlib.sha256(repr(values).encode())
-    digest.update(np.asarray(norm).tobytes())
+    digest.update(np.asarray(params["final_norm"]).tobytes())
+    layers = params["layers"]
+    stacked = not isinstance(layers, list)  # a dict of arrays [L, ...], or a tuple of several
+    first = layers if isinstance(layers, dict) else layers[0]
+    for name in _KV_PROJECTIONS:
+        leaves = jax.tree.leaves(first["attention"].get(name))
+        # Of quantised ones the scales.
+        digest.update(_values([leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)], stacked))
     return digest.hexdigest()[:32]
+
+
+def _values(leaves: Sequence[jax.Array], stacked: bool) -> bytes:
+    """The values in some arrays, or in the first of each stack, but for zeros, with which forms fill up."""
+    values = [np.zeros(0, np.float32)]
+    for leaf in leaves:
+        for shard in leaf.addressable_shards:  # of the whole array jax would keep a copy on the host
+            part = np.asarray(shard.data)
+            values.append((part[0] if stacked else part).astype(np.float32).reshape(-1))
+    found = np.concatenate(values)
+    return np.unique(found[found != 0.0]).tobytes()

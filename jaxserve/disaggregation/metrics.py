@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 PULL_FAILURES = (
-    "unreachable",  # no connection, or it was lost for good
+    "unreachable",  # no connection, or it was lost for good; no answer; or the server is starting
     "timeout",
     "refused",  # by the prefill server: busy, draining, an unknown adapter, its queue is full
     "layout",

@@ -18,12 +18,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from absl import logging
 
 from jaxserve.core import FinishReason, JaxserveError, RejectedError, SamplingParams, Submission, Terms
 from jaxserve.disaggregation.exports import Export, Exports
 from jaxserve.disaggregation.frames import (
+    HANDSHAKE_S,
     VERSION,
     Channel,
     FrameError,
@@ -46,6 +46,7 @@ WAIT_S = 1.0
 """A connection hears at least as often, so that silence means that it is dead."""
 STEP_S = 0.1
 MAX_CONNECTIONS = 256
+LOG_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class _RefusedError(JaxserveError):
 
 
 class PrefillServer:
-    """Listens from its making on; answers once `start` was called with a ready engine.
+    """Listens from its making on, and refuses (`starting`) until `start` was called with a ready engine.
 
     Args:
       settings: see `PrefillSettings`.
@@ -95,6 +96,9 @@ class PrefillServer:
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._stopping = threading.Event()
         self._draining = False
+        self._started = threading.Event()
+        self._exports = Exports(settings.max_bytes, settings.hold_s, self._abort)
+        threading.Thread(target=self._accept, name="kv-accept", daemon=True).start()
 
     @property
     def port(self) -> int:
@@ -107,12 +111,11 @@ class PrefillServer:
         self._layout = KVLayout.of(engine.engine)
         self._metrics = metrics or PrefillMetrics(engine.metrics.registry, engine.model_name)
         settings = self._settings
-        self._exports = Exports(settings.max_bytes, settings.hold_s, engine.engine.abort)
         self._metrics.held_bytes.set_function(lambda: self._exports.num_bytes)
         uses_jax = chooses_jax(settings.transport, engine.engine.runner.kv_layout)
         self._jax = JaxSender(settings.host) if uses_jax else None
-        for target, name in ((self._accept, "kv-accept"), (self._sweep, "kv-sweep")):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        self._started.set()
+        threading.Thread(target=self._sweep, name="kv-sweep", daemon=True).start()
 
     def drain(self, grace_s: float) -> None:
         """Refuses new pulls and waits for those that are served."""
@@ -122,7 +125,7 @@ class PrefillServer:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Ends every connection and forgets every page."""
+        """Ends every connection and forgets every page; also before `start`."""
         self._stopping.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # else a thread that waits for a connection gets one more
@@ -133,12 +136,22 @@ class PrefillServer:
         while not self._stopping.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:  # of `stop`, or too many files are open
+                if not self._stopping.wait(STEP_S):
+                    logging.log_every_n_seconds(logging.WARNING, "no connection is accepted: %s", LOG_EVERY_S, error)
+                continue
             if not self._connections.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="kv-export", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="kv-export", daemon=True).start()
+            except RuntimeError as error:
+                self._connections.release()
+                connection.close()
+                logging.log_every_n_seconds(logging.WARNING, "no connection is served: %s", LOG_EVERY_S, error)
+
+    def _abort(self, request_id: str) -> None:
+        self._engine.engine.abort(request_id)
 
     def _sweep(self) -> None:
         while not self._stopping.wait(min(1.0, self._settings.hold_s / 4)):
@@ -149,6 +162,9 @@ class PrefillServer:
     def _serve(self, connection: socket.socket) -> None:
         channel = Channel(connection, self._settings.timeout_s)
         try:
+            if not self._started.is_set():
+                _tell(channel, {"reason": "starting", "message": "the prefill server is starting"})
+                return
             self._answer(channel, connection)
         except _RefusedError as error:
             self._metrics.refused(error.reason)
@@ -164,26 +180,28 @@ class PrefillServer:
             self._connections.release()
 
     def _answer(self, channel: Channel, connection: socket.socket) -> None:
+        channel.limit(HANDSHAKE_S)
         self._greet(channel)
+        channel.limit()
         # Token ids, as many as a prompt may have.
         _, fields, size = channel.receive(Kind.PULL, max_payload=4 * self._engine.max_model_len)
         prompt = array.array("i", bytes(channel.read(size)[: size // 4 * 4]))
         key, first = field(fields, "key", str), field(fields, "first", int)
-        export = self._exports.reconnect(key) if first >= 0 else None
+        export = self._exports.reconnect(key, connection) if first >= 0 else None
         if export is None:
             if first > 0:
                 raise _RefusedError("protocol", f"there is no pull {key[:40]!r} to go on with")
-            export = self._begin(key, fields, prompt.tolist())
+            export = self._begin(key, fields, prompt.tolist(), connection)
         try:
             channel.send(Kind.ACCEPT, self._accepted(export))
             done = self._send(channel, connection, export, max(first, 0))
         except OSError:
-            self._exports.leave(export)
+            self._exports.leave(export, connection)
             raise
         except BaseException:
-            self._exports.close(export)
+            self._exports.close(export, connection)
             raise
-        self._exports.close(export)
+        self._exports.close(export, connection)
         if done:
             self._metrics.served.inc()
 
@@ -200,11 +218,12 @@ class PrefillServer:
         most = self._engine.max_model_len
         return {"version": VERSION, "nonce": nonce, "layout": self._layout.to_json(), "max_tokens": most}
 
-    def _begin(self, key: str, fields: dict[str, Any], prompt: list[int]) -> Export:
+    def _begin(self, key: str, fields: dict[str, Any], prompt: list[int], connection: socket.socket) -> Export:
         """Queues the prompt.
 
         Raises:
           _RefusedError: it cannot be had.
+          FrameError: a field is missing or of another type.
         """
         try:
             layout = KVLayout.from_json(fields.get("layout"))
@@ -221,10 +240,6 @@ class PrefillServer:
         num_bytes = self._layout.num_pages(len(prompt)) * self._layout.page_bytes
         request_id = field(fields, "request_id", str)
         export = Export(key, request_id, num_bytes, on_device)
-        if not self._exports.open(export):
-            raise _RefusedError(
-                "busy", f"{self._exports.num_bytes} of {self._exports.max_bytes} bytes wait to be taken", 1.0
-            )
         submission = Submission(
             prompt,
             SamplingParams(max_tokens=0),
@@ -233,6 +248,10 @@ class PrefillServer:
             adapter=field(fields, "adapter", str),
             kv=export,
         )
+        if not self._exports.open(export, connection):
+            raise _RefusedError(
+                "busy", f"{self._exports.num_bytes} of {self._exports.max_bytes} bytes wait to be taken", 1.0
+            )
         engine = self._engine.engine
         try:
             (request,) = engine.make_requests(submission, time.monotonic())
@@ -295,7 +314,7 @@ class PrefillServer:
         if self._jax is not None and export.on_device:
             channel.send(Kind.BLOCK, fields | {"number": self._jax.offer(block)})
         else:
-            parts = as_bytes([np.ascontiguousarray(leaf[:, : block.count]) for leaf in block.leaves])
+            parts = as_bytes(block.leaves)
             fields["crc"] = checksum(index, block.group, block.first, block.count, parts)
             channel.send(Kind.BLOCK, fields, parts)
         self._metrics.num_bytes.inc(block.count * self._layout.page_bytes)
@@ -309,7 +328,9 @@ def _acknowledged(fields: dict[str, Any], before: int, index: int) -> int:
 
 
 def _has_input(connection: socket.socket) -> bool:
-    return bool(select.select([connection], [], [], 0)[0])
+    poll = select.poll()  # `select` knows no descriptors above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _terms(fields: dict[str, Any]) -> Terms:

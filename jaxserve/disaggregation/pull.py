@@ -1,7 +1,8 @@
 """Pull: one prompt's pages from one prefill server, over as many connections as it takes.
 
-A connection that is lost, or whose block is damaged, is made anew and goes on with the block that is lacking. What a
-prefill server sends is compared with what the prompt must have, block by block: no length or place is taken on trust.
+A connection that is lost, or whose block is damaged, is made anew and goes on with the block that is lacking; a server
+that does not answer the question at all is not asked again. What a prefill server sends is compared with what the
+prompt must have, block by block: no length or place is taken on trust.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.core import JaxserveError
-from jaxserve.disaggregation.frames import VERSION, Channel, FrameError, Kind, checksum, field, proof, proves
+from jaxserve.disaggregation.frames import (
+    HANDSHAKE_S,
+    VERSION,
+    Channel,
+    FrameError,
+    Kind,
+    checksum,
+    field,
+    proof,
+    proves,
+)
 from jaxserve.disaggregation.kv_layout import KVLayout, as_bytes
 from jaxserve.runtime import PageBlock
 from jaxserve.runtime.kv_pool import SWAP_BLOCK
@@ -27,7 +38,7 @@ SILENCE_S = 5.0
 """A prefill server says something every second."""
 MAX_RESUMES = 3
 BACKOFF_S = 0.1
-_OF_REFUSALS = {"layout": "layout", "token": "token", "protocol": "protocol"}
+_OF_REFUSALS = {"layout": "layout", "token": "token", "protocol": "protocol", "starting": "unreachable"}
 
 PullByNumber = Callable[[str, int, float], tuple[Any, ...]]
 """Gets a block's arrays by address, number and seconds; see `JaxReceiver.pull`."""
@@ -176,13 +187,14 @@ class Puller:
         left = ends_at - time.monotonic()
         if left <= 0.0:
             raise PullError("timeout", f"{self._name} did not answer in time")
-        channel = Channel(socket.create_connection(self._address, min(CONNECT_S, left)), SILENCE_S)
         try:
-            self._greet(channel, len(wanted.prompt))
-            prompt = memoryview(array.array("i", wanted.prompt).tobytes())
-            channel.send(Kind.PULL, self._question(wanted, key, len(pages.blocks)), [prompt])
+            connection = socket.create_connection(self._address, min(CONNECT_S, left))
+        except TimeoutError as error:
+            raise PullError("unreachable", f"{self._name} does not answer: {error}") from error
+        channel = Channel(connection, SILENCE_S)
+        try:
+            accepted = self._ask(channel, wanted, key, len(pages.blocks))
             try:
-                _, accepted = self._expect(channel, Kind.ACCEPT)
                 address = self._transport(accepted)
                 self._take(channel, pages, address, ends_at, cancelled)
             except PullError:
@@ -192,8 +204,29 @@ class Puller:
         finally:
             channel.close()
 
+    def _ask(self, channel: Channel, wanted: Wanted, key: str, first: int) -> dict[str, Any]:
+        """What the server says to the question.
+
+        Raises:
+          PullError: it refuses, or says nothing.
+        """
+        try:
+            channel.limit(HANDSHAKE_S)
+            self._greet(channel, len(wanted.prompt))
+            channel.limit()
+            prompt = memoryview(array.array("i", wanted.prompt).tobytes())
+            channel.send(Kind.PULL, self._question(wanted, key, first), [prompt])
+            try:
+                return self._expect(channel, Kind.ACCEPT)[1]
+            except TimeoutError:
+                with contextlib.suppress(OSError):
+                    channel.send(Kind.DONE)  # nobody waits for what it may have begun
+                raise
+        except TimeoutError as error:
+            raise PullError("unreachable", f"{self._name} does not answer: {error}") from error
+
     def _greet(self, channel: Channel, num_tokens: int) -> None:
-        _, hello, _ = channel.receive(Kind.HELLO)
+        _, hello = self._expect(channel, Kind.HELLO)
         if hello.get("version") != VERSION:
             message = (
                 f"{self._name} speaks version {hello.get('version')}, this server {VERSION}; use one version of both"

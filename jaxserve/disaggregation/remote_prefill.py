@@ -27,12 +27,13 @@ from jaxserve.disaggregation.metrics import DecodeMetrics
 from jaxserve.disaggregation.pull import Puller, PullError, Wanted
 from jaxserve.disaggregation.transports import receiver
 from jaxserve.engine import AsyncEngine
+from jaxserve.engine.validation import check_num_choices
 from jaxserve.runtime import PageBlock, PageSource
 
 MAX_PULLS = 64
 """Prompts that others compute at once; more are computed here."""
-AVOID_S = 5.0
-"""Seconds that a prefill server that could not be reached is not asked again."""
+AVOID_S, MAX_AVOID_S = 5.0, 60.0
+"""Seconds that a prefill server that could not be reached is not asked again; twice as many after each failure."""
 LOG_EVERY_S = 10.0
 
 
@@ -67,7 +68,18 @@ class _Worker:
     def __init__(self, puller: Puller) -> None:
         self.puller = puller
         self.num_pulls = 0
+        self.avoid_s = AVOID_S
         self.avoid_until = 0.0
+
+    def avoid(self, now: float) -> None:
+        """It failed: others are asked for a while. What failed at once, of prompts asked together, counts once."""
+        if now >= self.avoid_until:
+            self.avoid_until = now + self.avoid_s
+            self.avoid_s = min(self.avoid_s * 2, MAX_AVOID_S)
+
+    def trust(self) -> None:
+        """It did what it was asked."""
+        self.avoid_s, self.avoid_until = AVOID_S, 0.0
 
 
 class RemotePrefill:
@@ -84,6 +96,7 @@ class RemotePrefill:
         self._num_bytes = 0
         self._num_pulls = 0
         self._closing = threading.Event()
+        self._cancels: set[threading.Event] = set()  # of the pulls that run
         self._engine: AsyncEngine | None = None
 
     def start(self, engine: AsyncEngine, metrics: DecodeMetrics | None = None) -> None:
@@ -103,17 +116,22 @@ class RemotePrefill:
         self._engine = engine
 
     def stop(self) -> None:
-        """Gives up what is being fetched."""
+        """Gives up what is being fetched; from now on `fetch` leaves everything as it is."""
         self._closing.set()
+        with self._lock:
+            for cancelled in self._cancels:
+                cancelled.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, submissions: Sequence[Submission]) -> list[Submission]:
         """The submissions, with K/V of their prompts where a prefill server computed it.
 
+        Nobody is asked for what the engine will refuse.
+
         Raises:
           RejectedError: none could, and nothing is computed here instead.
         """
-        if self._engine is None:
+        if self._engine is None or self._closing.is_set() or not _is_valid(self._engine, submissions):
             return list(submissions)
         tasks = [asyncio.create_task(self._fetch(self._engine, each)) for each in submissions]
         try:
@@ -134,15 +152,20 @@ class RemotePrefill:
                 submission.kv.release()
 
     async def _fetch(self, engine: AsyncEngine, submission: Submission) -> Submission:
-        size, prompt = self._layout.page_size, submission.prompt_token_ids
-        num_tokens = (len(prompt) - 1) // size * size
+        size = self._layout.page_size
+        num_tokens = (len(submission.prompt_token_ids) - 1) // size * size
         if (reason := self._local_reason(engine, submission, num_tokens)) is not None:
+            if reason == "busy" and not self._settings.fallback:
+                raise self._unavailable(engine, f"{MAX_PULLS} prompts are being computed by prefill servers")
             if reason:
                 self._metrics.local(reason)
             return submission
         received_at, cancelled = time.monotonic(), threading.Event()
         with self._lock:
             self._num_pulls += 1
+            self._cancels.add(cancelled)
+            if self._closing.is_set():
+                cancelled.set()
         future = self._threads.submit(self._pull, engine, submission, num_tokens, received_at, cancelled)
         try:
             source = await asyncio.shield(asyncio.wrap_future(future))
@@ -152,23 +175,25 @@ class RemotePrefill:
             raise
         except PullError as error:
             if not self._settings.fallback:
-                engine.metrics.rejected("prefill_unavailable")
-                message = f"no prefill server computed the prompt: {error}"
-                raise RejectedError(Rejection("prefill_unavailable", message, retry_after_s=1.0)) from error
+                raise self._unavailable(engine, str(error)) from error
             self._metrics.local(error.reason)
             return replace(submission, received_at=received_at)
         finally:
             with self._lock:
                 self._num_pulls -= 1
+                self._cancels.discard(cancelled)
         return replace(submission, kv=source, received_at=received_at)
+
+    def _unavailable(self, engine: AsyncEngine, why: str) -> RejectedError:
+        engine.metrics.rejected("prefill_unavailable")
+        message = f"no prefill server computed the prompt: {why}"
+        wait_s = min(worker.avoid_until for worker in self._workers) - time.monotonic()
+        return RejectedError(Rejection("prefill_unavailable", message, retry_after_s=max(wait_s, AVOID_S)))
 
     def _local_reason(self, engine: AsyncEngine, submission: Submission, num_tokens: int) -> str | None:
         """Why a prompt is computed here without asking anybody; "": the engine will refuse it; None: it is not."""
-        prompt, least = submission.prompt_token_ids, max(self._settings.min_tokens, 1)
-        vocab_size = engine.engine.limits.vocab_size
-        if prompt and not (min(prompt) >= 0 and max(prompt) < vocab_size):
-            return ""
-        if len(prompt) > engine.max_model_len or engine.load.waiting >= engine.config.max_queue_requests > 0:
+        least = max(self._settings.min_tokens, 1)
+        if engine.load.waiting >= engine.config.max_queue_requests > 0:
             return ""
         if submission.params.prompt_logprobs is not None:
             return "scores"
@@ -216,12 +241,14 @@ class RemotePrefill:
                 worker.num_pulls += 1
             try:
                 left = ends_at - time.monotonic()
-                return worker.puller.pull(wanted, left, cancelled, self._metrics.resumed.inc)
+                blocks = worker.puller.pull(wanted, left, cancelled, self._metrics.resumed.inc)
+                worker.trust()
+                return blocks
             except PullError as failure:
                 error = failure
                 self._metrics.failed(failure.reason)
                 if failure.reason in ("unreachable", "protocol", "layout", "token"):
-                    worker.avoid_until = time.monotonic() + AVOID_S
+                    worker.avoid(time.monotonic())
                 logging.log_every_n_seconds(logging.WARNING, "%s", LOG_EVERY_S, failure)
                 if cancelled.is_set() or self._closing.is_set() or failure.reason == "timeout":
                     break
@@ -260,6 +287,19 @@ class RemotePrefill:
     def _give_back(self, num_bytes: int) -> None:
         with self._lock:
             self._num_bytes -= num_bytes
+
+
+def _is_valid(engine: AsyncEngine, submissions: Sequence[Submission]) -> bool:
+    """Whether the engine would take them, as far as they alone tell; if not, it says why when it gets them."""
+    now = time.monotonic()
+    try:
+        check_num_choices(submissions, engine.max_choices)
+        for each in submissions:
+            seed = 0 if each.params.seed is None else each.params.seed  # else the engine would draw one
+            engine.engine.make_requests(replace(each, params=replace(each.params, seed=seed)), now)
+    except (ValueError, RejectedError):
+        return False
+    return True
 
 
 def _release(future: Future[PageSource]) -> None:

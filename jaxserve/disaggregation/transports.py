@@ -10,19 +10,14 @@ from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
 
 
 def chooses_jax(transport: str, kv: PoolLayout) -> bool:
-    """Whether pages go by jax: where that is asked for, or it is left open and the devices are accelerators.
-
-    On CPU a stream is as fast, and checksummed and resumable.
+    """Whether pages go by jax, which is only where that is asked for: a stream is checksummed, resumable, and tried.
 
     Raises:
       ValueError: it is asked for and cannot be.
     """
-    device = kv.mesh.devices.flat[0]
-    if kv.mesh.size > 1:
-        if transport == "jax":
-            raise ValueError("kv_transfer is jax and the model is on several devices; use stream, which does that too")
-        return False
-    return transport == "jax" or (transport == "auto" and device.platform != "cpu")
+    if transport == "jax" and kv.mesh.size > 1:
+        raise ValueError("kv_transfer is jax and the model is on several devices; use stream, which does that too")
+    return transport == "jax"
 
 
 def receiver(transport: str, host: str, kv: PoolLayout) -> PullByNumber | None:

@@ -33,7 +33,7 @@ class PageBlock:
     """Pages `first`, `first + 1`, ... of a request's tokens in one group of layers.
 
     Attributes:
-      count: pages; the arrays may hold more, which mean nothing.
+      count: pages; arrays on the device may hold more, which mean nothing, arrays of the host hold no others.
       leaves: of the pool, in the order of `jax.tree.leaves`: [layers of a group, pages, ...] each.
     """
 
@@ -126,25 +126,28 @@ class PageTransfers:
         for move in plan.imports:
             source = request_of(move.request_id).kv
             assert isinstance(source, PageSource), f"{move.request_id} imports pages and has none"
-            imports.append((move, source, source.blocks))
+            imports.append((move, source.blocks))
         for move in plan.exports:
             sink = request_of(move.request_id).kv
             assert sink is not None, f"{move.request_id} exports pages to nobody"
             exports.append((move, sink))
-        return PreparedMoves(imports, exports)
+        # A request in its slot has all it needs, be it imported by this plan or found in the prefix cache.
+        requests = [request_of(placement.request_id) for placement in plan.placements]
+        placed = [(each.request_id, each.kv) for each in requests if isinstance(each.kv, PageSource)]
+        return PreparedMoves(imports, placed, exports)
 
     def run_imports(self, pool: KVPool, moves: PreparedMoves) -> KVPool:
-        """Starts the imports of one plan.
+        """Starts the imports of one plan; sources that none of its requests needs any more are told.
 
         Returns:
           The pool as the plan's step is to see it; `pool` itself must not be used any more.
         """
-        for move, _, blocks in moves.imports:
+        for move, blocks in moves.imports:
             for first, ids in _parts(move):
                 block = self._block_of(blocks, move.group, first, len(ids))
                 pool = self._programs.scatter(pool, block, self._programs.put_page_ids(ids))
-        for move, source, _ in moves.imports:
-            source.done(move.request_id)
+        for request_id, source in moves.placed:
+            source.done(request_id)
         return pool
 
     def run_exports(self, pool: KVPool, iteration: int, moves: PreparedMoves) -> None:
@@ -169,7 +172,8 @@ class PageTransfers:
 
     def _deliver_oldest(self) -> None:
         _, sink, block = self._outgoing.popleft()
-        leaves = tuple(np.asarray(leaf) for leaf in block.leaves)
+        # A copy of its pages where others lie beside them, so that what waits has the bytes that are counted for it.
+        leaves = tuple(np.ascontiguousarray(np.asarray(leaf)[:, : block.count]) for leaf in block.leaves)
         sink.put(PageBlock(block.group, block.first, block.count, leaves))
 
     def _block_of(self, blocks: Items[PageBlock], group: int, first: int, count: int) -> KVPool:
@@ -193,9 +197,10 @@ class PageTransfers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedMoves:
-    """Imports with their pages, and exports with their sinks."""
+    """Imports with their pages, requests in new slots with their sources, and exports with their sinks."""
 
-    imports: list[tuple[PageMove, PageSource, list[PageBlock]]]
+    imports: list[tuple[PageMove, list[PageBlock]]]
+    placed: list[tuple[str, PageSource]]
     exports: list[tuple[PageMove, Any]]
 
 

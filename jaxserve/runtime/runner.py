@@ -220,7 +220,7 @@ class ModelRunner:
                 row = slot_row(request, outputs, placement.last_token_id, self._model_config.vocab_size)
                 rows.append((placement.slot, row))
         moves = None
-        if self._transfers and (plan.imports or plan.exports):
+        if self._transfers and (plan.placements or plan.exports):
             moves = self._transfers.prepare(plan, request_of)
         return PreparedStep(plan, rows, self._builder.build(plan, request_of), moves)
 
@@ -234,7 +234,7 @@ class ModelRunner:
         if self._swapper and plan.swaps:
             self._pool = self._swapper.run(self._pool, plan.iteration, plan.swaps)
         moves = prepared.moves
-        if self._transfers and moves and moves.imports:
+        if self._transfers and moves:
             self._pool = self._transfers.run_imports(self._pool, moves)
         for slot, row in prepared.slot_rows:
             self._place(slot, row)

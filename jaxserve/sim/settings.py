@@ -55,7 +55,7 @@ def scheduler_config(
     return SchedulerConfig(**settings)
 
 
-def parse_sweep(text: str) -> tuple[str, dict[str, Any]]:
+def parse_sweep(text: str, flag: str = "sweep") -> tuple[str, dict[str, Any]]:
     """`name=value,value,...` with the name of a scheduler flag and values by its own parser.
 
     Returns:
@@ -68,8 +68,8 @@ def parse_sweep(text: str) -> tuple[str, dict[str, Any]]:
     name = name.strip().lstrip("-").replace("-", "_")
     parsers = {flag.name: flag.parser for flag in FLAGS if "simulate" in flag.commands and flag.name in SETTINGS}
     if name not in parsers or not equals:
-        raise ValueError(f"sweep is {text!r}; it must be NAME=VALUE,VALUE with one of {', '.join(sorted(parsers))}")
+        raise ValueError(f"{flag} is {text!r}; it must be NAME=VALUE,VALUE with one of {', '.join(sorted(parsers))}")
     try:
         return name, {value.strip(): parsers[name].parse(value.strip()) for value in values.split(",")}
     except ValueError as error:
-        raise ValueError(f"sweep is {text!r}; a value of {name} {error}") from None
+        raise ValueError(f"{flag} is {text!r}; a value of {name} {error}") from None

@@ -134,6 +134,7 @@ class Split:
         self._max_iterations = max_iterations
         self._make_trace = make_trace
         self._totals = SplitTotals(num_prefill, num_decode)
+        self._cut_short = False
 
     def run(self, source: Source) -> SimulationResult:
         """Simulates until all have ended; the result is that of the decode engines, with times from the first arrival.
@@ -144,6 +145,8 @@ class Split:
         arrivals = self._after_prefill(_all_of(source))
         num_decode = self._totals.num_decode
         result = SimulationResult(self._decode, split=self._totals)
+        if self._cut_short:
+            result.termination = "iteration_limit"
         for number in range(num_decode):
             mine = iter(arrivals[number::num_decode])
             name = f"decode{number}"
@@ -205,7 +208,9 @@ class Split:
             trace=self._make_trace(f"prefill{number}", self._prefill),
             max_iterations=self._max_iterations,
         )
-        add_totals(self._totals.prefill, engine.run().totals)
+        result = engine.run()
+        self._cut_short |= result.termination == "iteration_limit"
+        add_totals(self._totals.prefill, result.totals)
         self._totals.sent_pages += engine.num_pages
         self._totals.link_busy_s += engine.busy_s
         for index in mine:

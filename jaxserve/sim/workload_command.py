@@ -84,9 +84,7 @@ class WorkloadCommand:
 
     def _run_split(self, workload: Workload, config: SchedulerConfig) -> SimulationResult:
         flags = self._flags
-        changes = {
-            name: values[text] for name, values in map(parse_sweep, flags.prefill_setting or ()) for text in values
-        }
+        changes = dict(map(_setting, flags.prefill_setting or ()))
         prefill = self.config(changes) if changes else config
         traces: list[TraceWriter] = []
 
@@ -178,6 +176,14 @@ class WorkloadCommand:
             f"-- prefill: the first {chunk} tokens of a prompt",
             *self.cost_model.explain(prefill),
         ]
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """A scheduler flag and its value, of `name=value`."""
+    name, values = parse_sweep(text, "prefill_setting")
+    if len(values) > 1:
+        raise ValueError(f"prefill_setting is {text!r}; it must have one value")
+    return name, next(iter(values.values()))
 
 
 def _cost_model(flags: FlagValues) -> CostModel:

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from jaxserve.core import RejectedError, SamplingParams, StructuredOutputs, Submission
+from jaxserve.disaggregation import remote_prefill
 from jaxserve.disaggregation.kv_layout import KVLayout
-from jaxserve.disaggregation.pull import Puller, Wanted
+from jaxserve.disaggregation.pull import Puller, PullError, Wanted
+from jaxserve.disaggregation.remote_prefill import AVOID_S
 from jaxserve.engine import AsyncEngine
 from jaxserve.runtime import COMPILES
 from jaxserve.testing.tiny_lora import write_tiny_lora
@@ -169,7 +171,7 @@ def test_a_prefill_server_that_dies_amid_its_pages(engines: tuple[AsyncEngine, A
         with pytest.raises(RejectedError, match="no prefill server computed the prompt") as caught:
             pair.generate(wanted, GREEDY)
         assert caught.value.rejection.reason == "prefill_unavailable"
-        assert caught.value.rejection.retry_after_s == 1.0
+        assert caught.value.rejection.retry_after_s == AVOID_S
     after = {reason: pair.count("local_prefills_total", reason=reason) - count for reason, count in before.items()}
     assert after == {"unreachable": fallback, "no_worker": fallback}
     assert pair.remote._num_bytes == 0
@@ -231,17 +233,94 @@ def test_who_goes_away_while_pages_come_leaves_nothing(pair: Pair, monkeypatch: 
     until(lambda: pair.remote._num_bytes == 0, 60, "the bytes are given back")
 
 
-def test_what_the_engine_refuses_after_the_pages_came_is_forgotten(pair: Pair) -> None:
+def test_nobody_is_asked_for_what_the_engine_refuses(pair: Pair) -> None:
+    pulls = pair.count("kv_transfer_pulls_total")
+
     async def run() -> None:
         submission = Submission(prompts(17, (40,))[0], SamplingParams(max_tokens=90), "too-long")
         fetched = await pair.remote.fetch([submission])
-        assert fetched[0].kv is not None and pair.remote._num_bytes > 0
+        assert fetched == [submission]
         with pytest.raises(ValueError, match="together they must be at most"):
             pair.decode.submit_all(fetched)
+
+    asyncio.run(run())
+    assert pair.count("kv_transfer_pulls_total") == pulls
+
+
+def test_pages_that_are_not_taken_are_forgotten(pair: Pair) -> None:
+    async def run() -> None:
+        fetched = await pair.remote.fetch([Submission(prompts(17, (40,))[0], GREEDY, "not-taken")])
+        assert fetched[0].kv is not None and pair.remote._num_bytes > 0
         pair.remote.release(fetched)
 
     asyncio.run(run())
     assert pair.remote._num_bytes == 0
+
+
+def test_pages_that_the_prefix_cache_has_by_now_are_forgotten_at_once(pair: Pair) -> None:
+    async def run() -> None:
+        (prompt,) = prompts(34, (40,))
+        fetched = await pair.remote.fetch([Submission(prompt, GREEDY, name) for name in ("one", "two")])
+        assert all(each.kv is not None for each in fetched)
+        (first,) = pair.decode.submit_all(fetched[:1])
+        await first.collect()
+        assert pair.remote._num_bytes > 0
+        (second,) = pair.decode.submit_all(fetched[1:])
+        async for delta in second:
+            assert delta.finish_reason is None and pair.remote._num_bytes == 0
+            break
+        second.cancel()
+
+    asyncio.run(run())
+
+
+def test_who_stops_gives_up_what_is_being_fetched(
+    engines: tuple[AsyncEngine, AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(*engines)
+    began = threading.Event()
+
+    def slow(self: Puller, wanted: Wanted, left: float, cancelled: threading.Event, on_resume: Any) -> Any:
+        began.set()
+        assert cancelled.wait(600)
+        raise PullError("timeout", "nobody waits for it any more")
+
+    monkeypatch.setattr(Puller, "pull", slow)
+
+    async def run() -> None:
+        submission = Submission(prompts(35, (40,))[0], GREEDY, "stopped")
+        fetching = asyncio.create_task(pair.remote.fetch([submission]))
+        await asyncio.to_thread(began.wait, 600)
+        pair.remote.stop()
+        (fetched,) = await fetching
+        assert fetched.kv is None
+        assert await pair.remote.fetch([submission]) == [submission]
+
+    asyncio.run(run())
+    assert pair.remote._num_bytes == pair.remote._num_pulls == len(pair.remote._cancels) == 0
+    pair.close()
+
+
+@pytest.mark.parametrize("pair", [{"remote": {"fallback": False}}], indirect=True)
+def test_without_fallback_one_too_many_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_prefill, "MAX_PULLS", 0)
+    with pytest.raises(RejectedError, match="0 prompts are being computed") as caught:
+        pair.generate(prompts(36, (40,)), GREEDY)
+    assert caught.value.rejection.reason == "prefill_unavailable"
+
+
+def test_a_server_that_fails_again_is_left_alone_longer() -> None:
+    worker = remote_prefill._Worker(Puller(("127.0.0.1", 1), KVLayout("", "", 4, (0,), ()), ""))
+    now, waits = 100.0, []
+    for _ in range(6):
+        worker.avoid(now)
+        worker.avoid(now)  # another prompt, asked at the same time
+        waits.append(worker.avoid_until - now)
+        now = worker.avoid_until
+    assert waits == [5, 10, 20, 40, 60, 60]
+    worker.trust()
+    worker.avoid(now)
+    assert worker.avoid_until - now == 5
 
 
 @pytest.mark.parametrize("pair", [{"server": {"transport": "jax"}, "remote": {"transport": "jax"}}], indirect=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxserve.disaggregation import PrefillServer, PrefillSettings, prefill_server
 from jaxserve.disaggregation.frames import Channel, Kind, proof
-from jaxserve.disaggregation.pull import PullError
+from jaxserve.disaggregation.kv_layout import KVLayout
+from jaxserve.disaggregation.pull import Puller, PullError, Wanted
 from tests.disaggregation.pair import GREEDY, Pair, prompts, pull_raw
 from tests.server.running import until
 
@@ -42,6 +46,96 @@ def test_what_the_other_engine_refuses_is_refused(pair: Pair, others: dict[str, 
     with pytest.raises(PullError, match=message) as caught:
         pull_raw(pair, prompts(11, (40,))[0], **others)
     assert caught.value.reason == "refused"
+
+
+def test_a_field_of_another_type_is_refused_and_nothing_stays_set_aside(pair: Pair) -> None:
+    with pytest.raises(PullError, match=r"priority is '1\.5'; it must be int") as caught:
+        pull_raw(pair, prompts(11, (40,))[0], priority=1.5)
+    assert caught.value.reason == "protocol"
+    assert pair.prefill_count("kv_export_held_bytes") == 0
+
+
+class Flaky:
+    """A listener that once cannot accept."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self.failed = False
+
+    def accept(self) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise OSError("too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._listener, name)
+
+
+def test_a_server_that_starts_refuses_at_once_and_can_be_stopped(pair: Pair) -> None:
+    server = PrefillServer(PrefillSettings(port=0))
+    listener: Any = Flaky(server._listener)
+    server._listener = listener
+    puller = Puller(("127.0.0.1", server.port), KVLayout.of(pair.decode.engine), "")
+    for _ in range(3):  # the second of them while nothing can be accepted
+        with pytest.raises(PullError, match="is starting") as caught:
+            puller.pull(Wanted("r", (0,) * 40), 20.0, threading.Event())
+        assert caught.value.reason == "unreachable"
+    assert listener.failed
+    server.stop()
+    with pytest.raises(PullError):
+        puller.pull(Wanted("r", (0,) * 40), 20.0, threading.Event())
+
+
+def test_a_connection_without_a_thread_is_closed_and_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = PrefillServer(PrefillSettings(port=0))
+    make, failed = threading.Thread, threading.Event()
+
+    def fail_once(*arguments: Any, **others: Any) -> threading.Thread:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        return make(*arguments, **others)
+
+    monkeypatch.setattr(prefill_server, "threading", SimpleNamespace(Thread=fail_once))
+    for refused in (False, True):
+        channel = Channel(socket.create_connection(("127.0.0.1", server.port)), 60.0)
+        if refused:
+            assert channel.receive(Kind.REFUSE)[1]["reason"] == "starting"
+        else:
+            with pytest.raises(OSError):
+                channel.receive(Kind.REFUSE)
+        channel.close()
+    assert failed.is_set()
+    until(lambda: server._connections._value == prefill_server.MAX_CONNECTIONS, 10, "every place is free")
+    server.stop()
+
+
+def test_a_new_connection_takes_an_export_over(pair: Pair) -> None:
+    """The old one is half open: nobody is at its other end any more, and this side has not seen that."""
+    (prompt,) = prompts(18, (92,))
+    old = begin_pull(pair, prompt, "half-open")
+    new = begin_pull(pair, prompt, "half-open")
+    with pytest.raises(OSError):
+        while True:
+            _, _, size = old.receive(Kind.BLOCK, Kind.WAIT, max_payload=1 << 20)
+            old.read(size)
+    _, fields, size = new.receive(Kind.BLOCK, max_payload=1 << 20)
+    new.read(size)
+    assert fields["index"] == 0
+    new.send(Kind.DONE)
+    new.close()
+    old.close()
+
+
+def test_what_waits_on_the_host_is_no_more_than_its_pages(pair: Pair) -> None:
+    channel = begin_pull(pair, prompts(19, (40,))[0], "k")
+    (export,) = pair.server._exports._by_key.values()
+    until(lambda: export._ended is not None, 60, "the prompt is computed")
+    held = sum(leaf.nbytes if leaf.base is None else leaf.base.nbytes for b in export._blocks for leaf in b.leaves)
+    assert held == export.num_bytes
+    channel.send(Kind.DONE)
+    channel.close()
 
 
 def test_half_a_page_is_refused(pair: Pair) -> None:

@@ -301,13 +301,28 @@ def test_a_server_that_falls_silent_is_given_up(serve: Callable[..., Server], mo
     assert caught.value.reason == "unreachable"
 
 
+def test_a_server_that_does_not_greet_is_not_asked_again(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_module, "SILENCE_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        address = ("127.0.0.1", int(hung.getsockname()[1]))
+        with pytest.raises(PullError, match="does not answer") as caught:
+            Puller(address, LAYOUT, TOKEN).pull(Wanted("r", PROMPT), 20.0, threading.Event())
+        assert caught.value.reason == "unreachable"
+        hung.setblocking(False)
+        hung.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            hung.accept()
+
+
 def test_a_server_that_only_waits_is_given_up_in_time_and_told(serve: Callable[..., Server]) -> None:
     told = threading.Event()
 
     def handler(server: Server, channel: Channel, number: int, question: dict[str, Any]) -> None:
         for _ in range(1000):
             channel.send(Kind.WAIT)
-            channel._socket.settimeout(0.02)
+            channel._timeout_s = 0.02
             try:
                 channel.receive(Kind.DONE)
             except TimeoutError:

@@ -143,6 +143,26 @@ def test_both_sides_are_drawn_on_one_time_axis(tmp_path: Path) -> None:
         replay_main(["replay", *traces])
 
 
+def test_a_prefill_engine_that_is_cut_short_is_told_of() -> None:
+    """Two prompts of 28 tokens need 8 iterations of 8; each decode engine needs 4 at most."""
+    slow = config(max_num_batched_tokens=8)
+    requests = (0.0, 30, 1), (0.0, 30, 1)
+    assert run(*requests, prefill=slow, num_decode=2).termination == "all_terminal"
+    result = run(*requests, prefill=slow, num_decode=2, max_iterations=6)
+    assert result.termination == "iteration_limit"
+    assert len(result.log.last_at) == 2
+
+
+@pytest.mark.parametrize("setting", ["prefill_chunk=16,32", "prefill_chunk=", "chunk=3"])
+def test_a_prefill_setting_has_one_value(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "w.json").write_text(json.dumps({"requests": [{"arrival": 0, "prompt_len": 4, "max_tokens": 1}]}))
+    flags = ["--kv_token_bytes=1000", "--prefill_engines=1", f"--prefill_setting={setting}"]
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", f"--workload={tmp_path}/w.json", *flags])
+    assert ended.value.code not in (0, None)
+    assert f"prefill_setting is {setting!r}" in str(ended.value.code) + capsys.readouterr().err
+
+
 def test_the_command_writes_figures_and_a_trace_of_every_engine(tmp_path: Path) -> None:
     workload = {"requests": [{"arrival": 0.1 * index, "prompt_len": 40, "max_tokens": 4} for index in range(6)]}
     (tmp_path / "w.json").write_text(json.dumps(workload))
