@@ -15,7 +15,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -125,7 +125,10 @@ class _Tokens:
     def land(self) -> None:
         """Nothing is in flight."""
 
-    def close(self) -> None:
+    def on_lost(self, call: Callable[[BaseException], None]) -> None:
+        """No other process is needed."""
+
+    def close(self, error: BaseException | None = None) -> None:
         """Nothing is open."""
 
     def make_requests(self, submission: Submission, now: float) -> list[Request]:

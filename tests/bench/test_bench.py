@@ -191,4 +191,5 @@ def test_host_work_divides_the_engines_time_into_parts(tmp_path):
     for clock in ("wall_ms", "cpu_ms"):
         parts = result[f"{clock}_of"]
         assert set(parts) == {"schedule", "prepare", "dispatch", "sample", "collect", "update", "deliver", "other"}
-        assert result[clock] > 0 and all(parts[name] > 0 for name in parts)
+        # The others are measured; this one is what is left, of clocks that differ by more where threads are many.
+        assert result[clock] > 0 and all(parts[name] > 0 for name in parts if name != "other")

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.models import one_group
-from jaxserve.runtime import runner
+from jaxserve.runtime import engine_shapes
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.replayer import replay
 from jaxserve.testing.tiny import write_tiny_model
@@ -91,7 +91,7 @@ def alone(path_of, prompts):
     def run(name, kind):
         if (name, kind) not in found:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(runner, "group_layers", keep_all)
+                patch.setattr(engine_shapes, "group_layers", keep_all)
                 llm = LLM(path_of(name), **SETTINGS | dict(overlap=False, enable_prefix_caching=False))
             assert llm.engine.runner.scheduler_config.windows == (0,)
             pairs = [list(zip(prompts, params(each), strict=True)) for each in ("greedy", "seeded")]
@@ -167,7 +167,7 @@ def test_every_implementation(make_llm, prompts, alone, attention, decoder):
 def test_pages_with_scales(path_of, prompts, make_llm, kv_cache_dtype):
     """Rounded as they are where no page is given back."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "group_layers", keep_all)
+        patch.setattr(engine_shapes, "group_layers", keep_all)
         keeping = LLM(path_of(MODEL), **SETTINGS | dict(kv_cache_dtype=kv_cache_dtype))
     wanted = ids(keeping.generate(prompts, params("seeded"), use_tqdm=False))
     assert generate(make_llm(MODEL, kv_cache_dtype=kv_cache_dtype), prompts, params("seeded")) == wanted

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.models import one_group
-from jaxserve.runtime import runner
+from jaxserve.runtime import engine_shapes
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.replayer import replay
 from jaxserve.testing.tiny import write_tiny_model
@@ -74,7 +74,7 @@ def case(request, expected):
 def expected(model, prompts):
     """Ids of each prompt where it runs alone and keeps its pages to its end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "group_layers", keep_all)
+        patch.setattr(engine_shapes, "group_layers", keep_all)
         llm = LLM(model, **SETTINGS | dict(max_num_seqs=1, overlap=False, enable_prefix_caching=False))
     assert llm.engine.runner.scheduler_config.sliding_window == 0
     assert llm.engine.runner.memory_plan.num_pages == 128 // PAGE + 1
@@ -167,7 +167,7 @@ def test_a_request_far_longer_than_the_pool(make_llm, model):
     prompt = random_prompts((300,), seed=5)[0]
     found = generate(llm, [prompt], greedy(600))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "group_layers", keep_all)
+        patch.setattr(engine_shapes, "group_layers", keep_all)
         keeping = LLM(model, **SETTINGS | settings | {"num_pages": 257})
         refused = LLM(model, **SETTINGS | settings)
     assert found == ids(keeping.generate([prompt], greedy(600), use_tqdm=False))
