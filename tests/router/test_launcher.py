@@ -185,6 +185,11 @@ def test_probing_that_fails_ends_the_router():
     assert done.returncode == 1 and "RuntimeError: probing broke" in done.stderr
 
 
+# Other tests of this process may have loaded jax, which warns of forks; the router loads none.
+no_fork_warning = pytest.mark.filterwarnings("ignore:os.fork")
+
+
+@no_fork_warning
 @pytest.mark.parametrize("was_up", [False, True])
 def test_only_a_life_in_rotation_makes_a_child_new(monkeypatch, was_up):
     monkeypatch.setattr(children, "STEADY_S", 0.0)
@@ -202,6 +207,7 @@ def test_only_a_life_in_rotation_makes_a_child_new(monkeypatch, was_up):
     assert ends == wanted
 
 
+@no_fork_warning
 def test_a_child_that_cannot_be_started_has_ended():
     ends = []
     settings = children.ChildSettings(("/nothing/is/here",), ({},), 1, 0.01)
