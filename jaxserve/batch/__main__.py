@@ -16,7 +16,7 @@ from jaxserve.batch.console import BatchDisplay, summary_lines
 from jaxserve.batch.job import BatchJob, BatchSettings
 from jaxserve.batch.tally import EngineFigures
 from jaxserve.config import EngineConfig
-from jaxserve.config.flags import engine_config_from_flags, exit_with, parse_flags
+from jaxserve.config.flags import engine_config_from_flags, exit_with, follow_fault_plan, parse_flags
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     """
     flags = parse_flags("batch", argv)
     config = engine_config_from_flags(flags)
+    follow_fault_plan(flags)
     try:
         job = BatchJob(_settings(flags, config))
     except (OSError, ValueError) as error:

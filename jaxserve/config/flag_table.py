@@ -39,6 +39,7 @@ from jaxserve.config.plan_flags import PLAN_FLAGS, PLANNED
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
 from jaxserve.config.router_flags import ROUTER_FLAGS, ROUTING_FLAGS
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER, TOOL_CALL_PARSERS
+from jaxserve.faults import ALLOW_VARIABLE
 
 ENGINE_COMMANDS = frozenset({"server", "batch"})
 """Commands that take every engine flag."""
@@ -326,6 +327,16 @@ FLAGS: tuple[Flag, ...] = (
     *_engine(
         "Operation",
         ("trace_file", _TEXT, "write a record of every iteration to this file, as JSON lines"),
+    ),
+    *flags_for(
+        ENGINE_COMMANDS,
+        "Operation",
+        (
+            "fault_plan",
+            _TEXT,
+            None,
+            f"for tests: JSON file of faults to happen; refused unless {ALLOW_VARIABLE}=1 is in the environment",
+        ),
     ),
     *BENCH_FLAGS,
     *CONVERT_FLAGS,

@@ -27,6 +27,7 @@ from jaxserve.config.flag import Flag
 from jaxserve.config.flag_parsers import RepeatedParser
 from jaxserve.config.flag_table import FLAGS
 from jaxserve.config.routing_config import RoutingSettings
+from jaxserve.faults import read_fault_plan, use_fault_plan
 
 SUMMARIES = {
     "server": "Serves a model over HTTP (OpenAI-compatible) and gRPC.",
@@ -124,6 +125,19 @@ def routing_settings_from_flags(values: absl_flags.FlagValues) -> RoutingSetting
         field.name: values[names.get(field.name, field.name)].value for field in fields(RoutingSettings)
     }
     return RoutingSettings(**settings)
+
+
+def follow_fault_plan(flags: absl_flags.FlagValues) -> None:
+    """Makes this process' failpoints follow `--fault_plan`, if one is given.
+
+    Raises:
+      SystemExit: 2, when fault plans are not allowed here or it is none.
+    """
+    if flags.fault_plan:
+        try:
+            use_fault_plan(read_fault_plan(flags.fault_plan))
+        except ValueError as error:
+            exit_with(f"--{error}")
 
 
 def exit_with(message: str) -> NoReturn:

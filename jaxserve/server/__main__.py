@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxserve.config.api_keys import merged_keys
 from jaxserve.config.disaggregation_flags import check_disaggregation, kv_token
-from jaxserve.config.flags import engine_config_from_flags, exit_with, parse_flags
+from jaxserve.config.flags import engine_config_from_flags, exit_with, follow_fault_plan, parse_flags
 from jaxserve.config.print_config import settings_as_flagfile, settings_as_json
 from jaxserve.core import RequestRecord
 from jaxserve.server.log_format import operator_console, set_log_format
@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """
     flags = parse_flags("server", argv)
     config = engine_config_from_flags(flags)
+    follow_fault_plan(flags)
     try:
         api_keys = merged_keys(flags.api_key, flags.api_key_file)
         tls = tls_files(flags.ssl_certfile, flags.ssl_keyfile)
