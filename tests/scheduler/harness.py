@@ -21,6 +21,7 @@ from jaxserve.scheduler.step_time import StepTimeModel
 
 STOP_ID = 1007
 Content = tuple[Any, ...]
+Memory = tuple[dict[tuple[int, int], Content], dict[tuple[int, int], Content]]
 
 
 def make_config(**changes: Any) -> SchedulerConfig:
@@ -131,6 +132,15 @@ class FakeDevice:
         token_of = {slot: token for (_, slot, _, _), token in zip(spans, sampled, strict=True)}
         return StepResult(tuple(token_of.get(row.slot, -1) for row in plan.decode), tuple(sampled[len(decode) :]))
 
+    @property
+    def memory(self) -> Memory:
+        """What is written: pages, and those of the host."""
+        return dict(self._memory), dict(self._host)
+
+    @memory.setter
+    def memory(self, memory: Memory) -> None:
+        self._memory, self._host = (dict(part) for part in memory)
+
     def forget(self, request_id: str) -> None:
         """A new request has this id: what another one exported is not its own."""
         self.exported = {key: page for key, page in self.exported.items() if key[0] != request_id}
@@ -232,6 +242,7 @@ class Harness:
         self._chains: dict[int, list[tuple[int, int]]] = {}  # by arrival: hash of all tokens so far, token
         self._device = FakeDevice(self.config, sample)
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._before: deque[Memory] = deque()  # of each plan in flight, what the device held when it was made
 
     def measure(self, step_s: float = 1.0) -> None:
         """Makes the scheduler believe that steps take about `step_s`, so that it may plan several at once."""
@@ -308,8 +319,31 @@ class Harness:
         self.scheduler.check_invariants()
         if not plan.empty:
             self.plans.append(plan)
+            self._before.append(self._device.memory)
             self._in_flight.append((plan, self._device.run(plan, self._content, self._has_ended)))
         return plan
+
+    def fail(self, *, keeps_pool: bool) -> list[str]:
+        """A step fails: whatever is in flight never happened, or the pool is lost too.
+
+        Returns:
+          The live requests that had rows in flight.
+        """
+        if self._before and keeps_pool:
+            self._device.memory = self._before[0]
+        elif not keeps_pool:
+            self._device.memory = ({}, {})
+        self._in_flight.clear()
+        self._before.clear()
+        before = self.scheduler.live_ids
+        flights = self.scheduler.recover(self.now, keeps_cache=keeps_pool)
+        self.scheduler.check_invariants()
+        assert self.scheduler.live_ids == before and not self.scheduler.take_events()
+        assert not self.scheduler.active_ids and not self.scheduler.num_in_flight
+        assert self.scheduler.pages_owned == self.scheduler._reservation.num_promised == 0
+        self.plans = self.plans[: self.scheduler.num_plans]
+        found = dict.fromkeys(each for flight in flights for each in (*flight.decode, *flight.prefill))
+        return [each.request_id for each in found if each.finish_reason is None]
 
     def run(self, limit: int = 10_000) -> None:
         """Steps until nothing is live or in flight."""
@@ -340,6 +374,7 @@ class Harness:
     def _land_until(self, count: int) -> None:
         """Takes in the oldest results until `count` plans are in flight."""
         while len(self._in_flight) > count:
+            self._before.popleft()
             self._land(*self._in_flight.popleft())
 
     def _land(self, plan: StepPlan, result: StepResult) -> None:
@@ -365,6 +400,10 @@ class Harness:
                 self.ends[event.request_id] = event.finish_reason
         self.events += events
 
+    @staticmethod
+    def _ids_of(plan: StepPlan) -> list[str]:
+        return [*plan.decode.request_ids, *(chunk.request_id for chunk in plan.prefill)]
+
     def _check_plan(self, plan: StepPlan) -> None:
         config, scheduler = self.config, self.scheduler
         assert 1 <= plan.num_steps <= config.max_decode_steps
@@ -374,7 +413,8 @@ class Harness:
             assert not scheduler.num_waiting or min(plan.decode.num_steps) == plan.num_steps
             assert plan.num_steps == max(plan.decode.num_steps) and min(plan.decode.num_steps) >= 1
             assert all(scheduler.sequence(row.request_id).request.free_running for row in plan.decode)
-        assert plan.num_tokens <= config.max_num_batched_tokens
+        assert plan.num_tokens <= max(self.scheduler.token_budget, len(plan.decode))
+        assert not scheduler.held_ids or set(scheduler.held_ids).isdisjoint(self._ids_of(plan))
         assert len(plan.prefill) <= config.max_prefill_seqs
         assert all(1 <= len(chunk.token_ids) <= config.prefill_chunk for chunk in plan.prefill)
         slots = [row.slot for row in plan.decode] + [chunk.slot for chunk in plan.prefill]
