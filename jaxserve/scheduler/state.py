@@ -152,6 +152,11 @@ class SchedulerState:
         return len(self._in_flight)
 
     @property
+    def oldest_flight(self) -> Flight:
+        """The plan to be updated next, with the sequences of its rows; treat it as read-only."""
+        return self._in_flight[0]
+
+    @property
     def token_budget(self) -> int:
         """Tokens of a plan at most: the settings', or fewer (`limit_budget`)."""
         return self._budget
