@@ -21,8 +21,8 @@ whoever has its slot or its id by then.
 A plan of several decode steps (`StepPlan.num_steps`) is one program that feeds tokens back itself; the host takes
 them in together, as one step that brought several tokens a row. Its rows are bound by nothing the host makes.
 
-A call of the runner that fails costs no request that can be computed again (`step_recovery`): what came back before it is
-taken in, the rest is dropped.
+A call of the runner that fails ends no request that can be computed again (`step_recovery`): what came back before it
+is taken in, the rest is dropped.
 
 When a plan is empty the oldest step in flight is taken in at once: no token waits for a next plan.
 """
@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxserve.core import Request
+from jaxserve.core import Request, RequestFailedError
 from jaxserve.engine.delivery import Delivery
 from jaxserve.engine.grammar_state import GrammarStates, Rows
 from jaxserve.engine.metrics import EngineMetrics
@@ -233,7 +233,7 @@ class Iterations:
         with self._lock:
             now = self._clock()
             if flight.scored:
-                self._take_prompt_scores(flight, output)
+                self._take_prompt_scores(flight, output, now)
             events = self._scheduler.update(plan, result, now, bucket=name)
             self._delivery.take_step(events, output, now)
             self.stats.count(plan, result, bucket, events.num_tokens, events.num_wasted)
@@ -301,9 +301,13 @@ class Iterations:
         found = [self._delivery.states.get(chunk.request_id) for chunk in plan.prefill]
         return found if any(state is not None and state.wants_prompt_scores for state in found) else []
 
-    def _take_prompt_scores(self, flight: _Flight, output: StepOutput) -> None:
+    def _take_prompt_scores(self, flight: _Flight, output: StepOutput, now: float) -> None:
         first = 0
         for chunk, state in zip(flight.plan.prefill, flight.scored, strict=True):
             if state is not None and self._delivery.states.get(chunk.request_id) is state:
-                state.take_prompt_scores(chunk, first, output)
+                try:
+                    state.take_prompt_scores(chunk, first, output)
+                except RequestFailedError as error:
+                    self._metrics.nan_logits()
+                    self._delivery.fail(chunk.request_id, error, now, forgets=True)
             first += len(chunk.token_ids)

@@ -7,8 +7,8 @@ again all together: most failures do not come back. Where one does, half of them
 until one fails alone. That one ends when it has failed alone `STRIKES` times. A suspect is cleared when it has gained
 `CLEARING` tokens: the first may be one of its prompt, computed again, so the second is one of a decode row.
 
-What fails whoever takes part is hopeless, and ends the engine: `CULPRITS` requests one after another that fail alone, or
-so many failures that halving would have found somebody twice over, without anybody cleared in between.
+What fails whoever takes part is hopeless, and ends the engine: `CULPRITS` requests one after another that fail alone,
+or so many failures that halving would have found somebody, without anybody cleared in between.
 
 `TokenBudget` is for a device that has no memory for a step: half the tokens next time, and twice as many again once
 steps have gone well for a while.
@@ -87,10 +87,8 @@ class Suspicion:
             (only,) = participants
             self._suspects[only] += 1
             return self._end_culprit(only) if self._suspects[only] >= STRIKES else NOTHING
-        if len(again) == 1:  # cleared ones beside it may yet have their part in it
-            tried = again
-        else:
-            tried = again[: len(again) // 2]
+        # Of one suspect, those beside it are cleared, and may yet have their part in it.
+        tried = again[: max(len(again) // 2, 1)]
         rest = tuple(each for each in participants if each not in tried)
         self._held.append(rest)
         self._trial = set(tried)

@@ -1,8 +1,8 @@
 """StepRecovery: an engine goes on after a step that failed.
 
-The steps in flight are dropped on the device and in the scheduler, whose requests stand in the queue again; tokens that
-were delivered stay. `recovery` decides what comes of it: a smaller token budget where the device had no memory, requests
-held back until the one that makes steps fail is found, that one's end, or the end of the engine.
+The steps in flight are dropped on the device and in the scheduler, whose requests stand in the queue again; tokens
+that were delivered stay. `recovery` decides what comes of it: a smaller token budget where the device had no memory,
+requests held back until the one that makes steps fail is found, that one's end, or the end of the engine.
 
 A request whose logits are broken needs none of it: its row says so, and it ends alone.
 """

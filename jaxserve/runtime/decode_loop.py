@@ -1,9 +1,10 @@
 """The decode loop: several decode steps in one program, without the host between them.
 
 Each step is what the two programs of a single one are, `hidden_states` and `unembed`, then `sample` and `remember`; its
-tokens are the next one's inputs. A row goes on until its own number of steps, an id that ends it or broken logits, and is padding
-from then on: position -1, the scratch slot, no flags. The loop ends with its last row, so one compiled program serves every
-number of steps. Sampling keys come from the write index, as always, so tokens are those of single steps.
+tokens are the next one's inputs. A row goes on until its own number of steps, an id that ends it or broken logits, and
+is padding from then on: position -1, the scratch slot, no flags. The loop ends with its last row, so one compiled
+program serves every number of steps. Sampling keys come from the write index, as always, so tokens are those of single
+steps.
 
 A row may come after its request has ended: the host had not seen that when it planned. Its input token shows it.
 """

@@ -11,7 +11,9 @@ _EXHAUSTED = "RESOURCE_EXHAUSTED"
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, or the host, had no memory for what was asked of it."""
-    return isinstance(error, MemoryError) or (isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED in str(error))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED in str(error)
+    )
 
 
 def out_of_memory(where: str) -> jax.errors.JaxRuntimeError:

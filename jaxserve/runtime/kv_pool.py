@@ -117,7 +117,7 @@ class PoolLayout:
         return sum(math.prod(x.shape) * int(x.dtype.itemsize) for x in jax.tree.leaves(self.abstract(1)))
 
     def compile_make(self, num_pages: int) -> Callable[[], KVPool]:
-        """What makes a zeroed pool, on the devices in its sharding; if that is one CPU, on huge pages where there are."""
+        """What makes a zeroed pool, on the devices in its sharding; if that is one CPU, on huge pages if there are."""
         shapes = self.abstract(num_pages)
 
         def zeros() -> KVPool:

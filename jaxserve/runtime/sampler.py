@@ -80,7 +80,7 @@ def sample(logits: jax.Array, state: SlotState, fields: dict[str, Any], masks: j
             x,
         )
         # A penalty may make a logit infinite, which is no fault of the model.
-        raw = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
+        raw = _at(logits, greedy)
         return jnp.where(jnp.isnan(largest) | ~(raw < jnp.inf), NOT_A_NUMBER, tokens)
 
     def choose_largest(x: jax.Array) -> jax.Array:
@@ -109,7 +109,12 @@ def first_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _first_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     index = _argmax(x)
-    return index, jnp.take_along_axis(x, index[:, None], axis=-1)[:, 0]
+    return index, _at(x, index)
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    """float32[N]: of each row of [N, V] what is at its index, which is in range."""
+    return jnp.take_along_axis(x, index[:, None], axis=-1, mode="promise_in_bounds")[:, 0]
 
 
 def _argmax(x: jax.Array) -> jax.Array:

@@ -65,7 +65,8 @@ class StepOutputs(NamedTuple):
     """What leaves the device.
 
     Attributes:
-      tokens: int32[N], sampled ids of decode rows, then prefill rows (`NOT_A_NUMBER`: broken logits); of a decode loop int32[max steps, B].
+      tokens: int32[N], sampled ids of decode rows, then prefill rows, `NOT_A_NUMBER` of broken logits; of a decode loop
+        int32[max steps, B].
       scores: of the sampled tokens, N rows; None of a decode loop, like the next.
       prompt_scores: of the tokens that follow each prompt position, T rows.
     """

@@ -36,9 +36,7 @@ def _check_queue(scheduler: SchedulerState) -> None:
     # within them.
     sent_back = [each for each in queue if each.num_recoveries]
     fresh = [
-        each
-        for each in queue
-        if not (each.num_recoveries or (each.num_preemptions and scheduler._reservation.grows))
+        each for each in queue if not (each.num_recoveries or (each.num_preemptions and scheduler._reservation.grows))
     ]
     assert len(fresh) <= config.max_queue_requests, f"{len(fresh)} requests wait"
     assert sum(s.max_total_tokens for s in fresh) <= config.max_queue_tokens, f"{queue.num_tokens} tokens wait"

@@ -82,9 +82,7 @@ class Lifecycle(Moves):
             self._trace.added(sequences, now, rejection)
         return rejection
 
-    def abort(
-        self, request_id: str, now: float, reason: str = FinishReason.ABORT, *, forgets: bool = False
-    ) -> bool:
+    def abort(self, request_id: str, now: float, reason: str = FinishReason.ABORT, *, forgets: bool = False) -> bool:
         """Ends a live request at any stage; its event is in `take_events`.
 
         Args:

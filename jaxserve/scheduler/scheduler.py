@@ -163,7 +163,9 @@ class Scheduler(FailedSteps):
         for sequence in starved:
             self._decoding.leave(sequence)
         decoding = self._decoding.sequences.copy()
-        chosen = self._prompts.choose(self._prefilling.values(), len(decoding), self._budget) if self._prefilling else []
+        chosen = (
+            self._prompts.choose(self._prefilling.values(), len(decoding), self._budget) if self._prefilling else []
+        )
         num_steps = 1 if starved else self._num_steps(waits_for)
         rows, last_rows = self._decode_rows(pages) if num_steps == 1 else self._decode_runs(num_steps, pages)
         chunks = [self._chunk(sequence, size, pages, now) for sequence, size in chosen]

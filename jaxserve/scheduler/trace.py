@@ -32,14 +32,14 @@ Where K/V comes from another engine or goes to one, `imported` and `exported` of
 "add" then has `imports`, tokens of its prompt that came with it, and `received_at`, the instant at which it was asked
 for, null where nobody said; or `exports`.
 
-An event has `kind` ("add", "abort", "expire", "starve", "reset_prefix_cache", "recover", "hold", "release", "budget"), `id` (empty where it is of no
-one request), `now` and `step`, the pair (plans made, plans updated) when it came: with steps in flight this
-places it exactly. An "add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`,
-`deadline_at` and `outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one with reason
-"displaced" is the work of the "add" that follows it, not a call of its own. One that has `forgets` took the request's
-pages out of the prefix cache. Of several arrivals of one call the
-first has `together`, their number; the others follow it at once, in the same record. A "starve" is a call of `schedule`
-that took slots for want of pages and made no plan, as all that kept a slot lacked a page too.
+An event has `kind` ("add", "abort", "expire", "starve", "reset_prefix_cache", "recover", "hold", "release", "budget"),
+`id` (empty where it is of no one request), `now` and `step`, the pair (plans made, plans updated) when it came: with
+steps in flight this places it exactly. An "add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`,
+`service_class`, `deadline_at` and `outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one
+with reason "displaced" is the work of the "add" that follows it, not a call of its own. One that has `forgets` took the
+request's pages out of the prefix cache. Of several arrivals of one call the first has `together`, their number; the
+others follow it at once, in the same record. A "starve" is a call of `schedule` that took slots for want of pages and
+made no plan, as all that kept a slot lacked a page too.
 
 With a prefix cache three keys more say which pages are alike, by numbers (`page_ordinals`): `pages` of an
 "add", the numbers of its prompt's full pages; `named` of an iteration, [id, numbers] pairs, and of an event

@@ -332,12 +332,12 @@ def _events(line: TraceFields, most_plans: int, num_updated: int) -> tuple[Trace
     fields = line.events()
     # Until a recovery the plans count that it takes back.
     most_of_each = []
-    for event in reversed(fields):
-        if event.data.get("kind") == "recover":
-            most_plans = num_updated + len(event.instants("in_flight"))
+    for field in reversed(fields):
+        if field.data.get("kind") == "recover":
+            most_plans = num_updated + len(field.instants("in_flight"))
         most_of_each.append(most_plans)
     pairs = zip(fields, reversed(most_of_each), strict=True)
-    events = tuple(_event(event, most, num_updated) for event, most in pairs)
+    events = tuple(_event(field, most, num_updated) for field, most in pairs)
     for index, event in enumerate(events):
         if isinstance(event, AddEvent) and event.num_together > 1:
             others = events[index + 1 : index + event.num_together]

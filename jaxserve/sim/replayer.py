@@ -269,7 +269,7 @@ def _calls(events: tuple[TraceEvent, ...]) -> Iterator[tuple[TraceEvent, ...]]:
 def _with_instants(
     events: tuple[TraceEvent, ...], instants: tuple[float, ...]
 ) -> Iterator[tuple[tuple[TraceEvent, ...], tuple[float, ...]]]:
-    """Each call, with the instants of the plans from the oldest not updated on: a recovery tells those it takes back."""
+    """Each call, with the instants of the plans from the oldest not updated on: a recovery tells of those it ends."""
     found = []
     for call in reversed(list(_calls(events))):
         if isinstance(call[0], RecoverEvent):

@@ -1,4 +1,4 @@
-"""Whose fault a failed step is, and how far budgets shrink: the policy alone, against worlds that are simulated here."""
+"""Whose fault a failed step is, and how far budgets shrink: the policy alone, in worlds that are simulated here."""
 
 import math
 

@@ -140,9 +140,7 @@ def settle(harness: Harness) -> None:
         assert harness.scheduler.release(name, harness.now)
 
 
-def live(
-    seed: int, *, swaps: bool = True, steps: bool = True, layers: str = "full", failures: bool = False
-) -> Harness:
+def live(seed: int, *, swaps: bool = True, steps: bool = True, layers: str = "full", failures: bool = False) -> Harness:
     """One run to its end, checked."""
     rng = random.Random(seed)
     config = draw_config(rng)
