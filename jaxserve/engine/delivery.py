@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jaxserve.core import FinishReason, Request
+from jaxserve.core import FinishReason, Request, RequestFailedError
 from jaxserve.engine.grammar_state import GrammarStates
 from jaxserve.engine.kv_moves import forget_kv
 from jaxserve.engine.metrics import EngineMetrics
@@ -50,6 +50,12 @@ class Delivery:
         """A request is live from now on, as choice `index` of its prompt."""
         grammar = self._grammars.add(request)
         self.states[request.request_id] = RequestState(request, index, self._tokenizer, sink, now, grammar)
+
+    def fail(self, request_id: str, error: RequestFailedError, now: float, *, forgets: bool = False) -> None:
+        """Ends a live request by an error; `forgets`: nobody is to find its pages in the prefix cache."""
+        state = self.states[request_id]
+        self._end(state, None, state.fail(error, now), now, forgets=forgets)
+        self._scheduler.take_events()  # there is nothing more to say
 
     def take_early_ends(self, now: float) -> None:
         """Delivers the ends that the scheduler decided outside an update."""
@@ -132,11 +138,13 @@ class Delivery:
         elif end is not None and end.finish_reason is not None:
             self._end(state, end, end.finish_reason, now)
 
-    def _end(self, state: RequestState, end: TokenEvent | None, reason: str, now: float) -> None:
+    def _end(
+        self, state: RequestState, end: TokenEvent | None, reason: str, now: float, *, forgets: bool = False
+    ) -> None:
         """Forgets a request, telling the scheduler where it does not know of the end."""
         request_id = state.request.request_id
         if end is None:
-            self._scheduler.abort(request_id, now, reason)
+            self._scheduler.abort(request_id, now, reason, forgets=forgets)
         del self.states[request_id]
         self._grammars.drop(request_id)
         forget_kv(state.request)

@@ -46,6 +46,7 @@ from jaxserve.engine.monitor import EngineMonitor
 from jaxserve.engine.served_model import agree, load_served_model, make_runner
 from jaxserve.engine.startup import PROGRAMS, WEIGHTS, StartupFigures
 from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.step_recovery import StepRecovery
 from jaxserve.engine.validation import ModelLimits, bad_word_ids, eos_token_ids, make_requests
 from jaxserve.hosts import lead
 from jaxserve.loading import resolve_model
@@ -138,6 +139,15 @@ class Engine:
             self._delivery,
             self.metrics,
             self.monitor,
+            StepRecovery(
+                self.scheduler,
+                self.runner,
+                self._delivery,
+                self.metrics,
+                lock=self._lock,
+                clock=self._clock,
+                alone=self._followers is None,
+            ),
             cached=config.enable_prefix_caching,
             lock=self._lock,
             clock=self._clock,

@@ -21,6 +21,9 @@ whoever has its slot or its id by then.
 A plan of several decode steps (`StepPlan.num_steps`) is one program that feeds tokens back itself; the host takes
 them in together, as one step that brought several tokens a row. Its rows are bound by nothing the host makes.
 
+A call of the runner that fails ends no request that can be computed again (`step_recovery`): what came back before it
+is taken in, the rest is dropped.
+
 When a plan is empty the oldest step in flight is taken in at once: no token waits for a next plan.
 """
 
@@ -33,13 +36,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxserve.core import Request
+from jaxserve.core import Request, RequestFailedError
 from jaxserve.engine.delivery import Delivery
 from jaxserve.engine.grammar_state import GrammarStates, Rows
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
 from jaxserve.engine.output_processor import RequestState
 from jaxserve.engine.stats import EngineStats
+from jaxserve.engine.step_recovery import StepFailedError, StepRecovery
 from jaxserve.runtime import ModelRunner, StepHandle, StepOutput
 from jaxserve.scheduler import Scheduler, StepPlan
 
@@ -57,6 +61,7 @@ class _Flight:
     handle: StepHandle
     bound: Rows
     scored: list[RequestState | None]
+    has_failed: bool = False
 
 
 class Iterations:
@@ -64,6 +69,7 @@ class Iterations:
 
     Args:
       scheduler, runner, grammars, delivery, metrics, monitor: of the engine.
+      recovery: after steps that fail.
       cached: whether prompts are looked up in the prefix cache.
       lock: of the engine; held while host state changes, never while the device works.
       clock: the engine's.
@@ -81,6 +87,7 @@ class Iterations:
         delivery: Delivery,
         metrics: EngineMetrics,
         monitor: EngineMonitor,
+        recovery: StepRecovery,
         *,
         cached: bool,
         lock: threading.RLock,
@@ -93,6 +100,7 @@ class Iterations:
         self._delivery = delivery
         self._metrics = metrics
         self._monitor = monitor
+        self._recovery = recovery
         self._cached = cached
         self._lock = lock
         self._clock = clock
@@ -113,19 +121,23 @@ class Iterations:
         """Dispatches the next step, if there is one, and takes in the oldest that there is then one too many of.
 
         Returns:
-          Whether a step was dispatched or taken in.
+          Whether a step was dispatched or taken in, or has failed.
+
+        Raises:
+          Exception: a step failed, and there is no going on.
         """
+        try:
+            return self._step()
+        except StepFailedError as failure:
+            self._recover(failure)
+            return True
+
+    def _step(self) -> bool:
         if self._flights and self._flights[-1].handle.outputs is None:
             # An earlier step was interrupted. Sampled later than the next one, it would undo what that remembers.
-            self.land()
+            self._land()
         self._begin_lap()
-        try:
-            flight = self._dispatch()
-        except Exception:
-            # What the device has done already is not to be lost with what could not be started.
-            with contextlib.suppress(Exception):
-                self.land()
-            raise
+        flight = self._dispatch()
         if flight is None:
             if not self._flights:
                 return False
@@ -137,6 +149,22 @@ class Iterations:
 
     def land(self) -> None:
         """Takes in every step in flight."""
+        try:
+            self._land()
+        except StepFailedError as failure:
+            self._recover(failure)
+
+    def _recover(self, failure: StepFailedError) -> None:
+        """Takes in what came back before the step that failed; that one, and those behind it, never were."""
+        failed = next((at for at, flight in enumerate(self._flights) if flight.has_failed), len(self._flights))
+        while len(self._flights) > failed:
+            self._flights.pop()
+        with contextlib.suppress(StepFailedError):
+            self._land()
+        self._flights.clear()
+        self._recovery.recover(failure)
+
+    def _land(self) -> None:
         self._begin_lap()
         while self._flights:
             self._sample(self._flights[0])
@@ -146,6 +174,7 @@ class Iterations:
         """Plans a step and starts it; None for an empty plan."""
         with self._lock:
             now = self._clock()
+            self._recovery.before_plan(now)
             plan = self._scheduler.schedule(now)
             self._delivery.take_early_ends(now)
             if plan.empty:
@@ -157,7 +186,11 @@ class Iterations:
             bound = self._grammars.rows(plan, prepared.tables.bucket)
             scored = self._scored(plan) if plan.prefill else []
         self._end_lap()
-        flight = _Flight(plan, now, self._runner.dispatch(prepared), bound, scored)
+        try:
+            handle = self._runner.dispatch(prepared)
+        except Exception as error:
+            raise StepFailedError("dispatch", error) from error
+        flight = _Flight(plan, now, handle, bound, scored)
         self._flights.append(flight)
         self._end_lap()
         if not bound or len(self._flights) == 1:
@@ -169,7 +202,11 @@ class Iterations:
         if flight.handle.outputs is not None:
             return
         masks = self._grammars.masks(flight.bound, flight.handle.bucket) if flight.bound else None
-        self._runner.sample(flight.handle, masks)
+        try:
+            self._runner.sample(flight.handle, masks)
+        except Exception as error:
+            flight.has_failed = True
+            raise StepFailedError("sample", error) from error
         self._end_lap()
 
     def _take_in(self) -> None:
@@ -177,6 +214,8 @@ class Iterations:
         flight = self._flights[0]
         bucket = flight.handle.bucket
         output = self._collect(flight)
+        if output.broken_decode or output.broken_prefill:
+            self._recovery.end_broken(output)
         self._flights.popleft()
         try:
             if flight.bound:
@@ -194,18 +233,23 @@ class Iterations:
         with self._lock:
             now = self._clock()
             if flight.scored:
-                self._take_prompt_scores(flight, output)
+                self._take_prompt_scores(flight, output, now)
             events = self._scheduler.update(plan, result, now, bucket=name)
             self._delivery.take_step(events, output, now)
             self.stats.count(plan, result, bucket, events.num_tokens, events.num_wasted)
             num_tokens = plan.num_prefill_tokens + result.num_decode_tokens
             self._metrics.iteration(num_tokens, events.num_wasted, result.num_steps if plan.decode else 0)
             self._monitor.iteration(plan, name, flight.planned_at, now, tuple(map(len, result.decode_runs)))
+            self._recovery.took_in(now)
             self._on_step()
 
     def _collect(self, flight: _Flight) -> StepOutput:
         began = time.perf_counter()
-        output = self._runner.collect(flight.handle)
+        try:
+            output = self._runner.collect(flight.handle)
+        except Exception as error:
+            flight.has_failed = True
+            raise StepFailedError("collect", error) from error
         self._begin_lap()
         self.stats.device_s += self._lap_began - began
         return output
@@ -257,9 +301,13 @@ class Iterations:
         found = [self._delivery.states.get(chunk.request_id) for chunk in plan.prefill]
         return found if any(state is not None and state.wants_prompt_scores for state in found) else []
 
-    def _take_prompt_scores(self, flight: _Flight, output: StepOutput) -> None:
+    def _take_prompt_scores(self, flight: _Flight, output: StepOutput, now: float) -> None:
         first = 0
         for chunk, state in zip(flight.plan.prefill, flight.scored, strict=True):
             if state is not None and self._delivery.states.get(chunk.request_id) is state:
-                state.take_prompt_scores(chunk, first, output)
+                try:
+                    state.take_prompt_scores(chunk, first, output)
+                except RequestFailedError as error:
+                    self._metrics.nan_logits()
+                    self._delivery.fail(chunk.request_id, error, now, forgets=True)
             first += len(chunk.token_ids)

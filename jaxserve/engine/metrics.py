@@ -19,6 +19,7 @@ from jaxserve.engine.startup import StartupFigures
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+STEP_FAILURE_KINDS = ("error", "out_of_memory")
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -97,6 +98,15 @@ class EngineMetrics:
             [*self._labels, "service_class"],
             registry=self.registry,
         )
+        self._step_failures = Counter(
+            "jaxserve:step_failures", "Steps that failed, by kind.", [*self._labels, "kind"], registry=self.registry
+        )
+        for kind in STEP_FAILURE_KINDS:
+            self._step_failures.labels(**self._labels, kind=kind)
+        self._step_recoveries = counter("step_recoveries", "Times that the engine went on after a failed step.")
+        self._failed_by_step = counter("requests_failed_by_step", "Requests ended because steps failed with them.")
+        self._nan_logits = counter("nan_logits", "Requests ended because their logits were not a number.")
+        self._token_budget = gauge("token_budget", "Most tokens of a step now; fewer than set when memory ran out.")
         self._compiles = counter("compiles", "Compilations of the process; constant after warm-up.")
         self._counted_compiles = 0
         self._startup_s = self._by_stage(
@@ -167,6 +177,26 @@ class EngineMetrics:
                 counted = self._counted.get((counter, service_class), 0)
                 counter.labels(**self._labels, service_class=service_class).inc(total - counted)
                 self._counted[counter, service_class] = total
+
+    def step_failed(self, kind: str) -> None:
+        """A step failed; `kind` is one of `STEP_FAILURE_KINDS`."""
+        self._step_failures.labels(**self._labels, kind=kind).inc()
+
+    def step_recovered(self) -> None:
+        """The engine is ready again after a failed step."""
+        self._step_recoveries.inc()
+
+    def failed_by_step(self) -> None:
+        """A request ended, as steps failed with it."""
+        self._failed_by_step.inc()
+
+    def nan_logits(self) -> None:
+        """A request ended, as its logits were not a number."""
+        self._nan_logits.inc()
+
+    def set_token_budget(self, num_tokens: int) -> None:
+        """A step has so many tokens at most."""
+        self._token_budget.set(num_tokens)
 
     def iteration(self, tokens: int, wasted_rows: int, decode_steps: int) -> None:
         """An iteration ran, with so many rows of requests that had ended; `decode_steps` is 0 without decode rows."""

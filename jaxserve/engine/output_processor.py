@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -119,7 +120,11 @@ class RequestState:
         return self._prompt_logprobs is not None
 
     def take_prompt_scores(self, chunk: PrefillChunk, first: int, output: StepOutput) -> None:
-        """Keeps the scores of a chunk whose tokens begin at flat prefill position `first`."""
+        """Keeps the scores of a chunk whose tokens begin at flat prefill position `first`.
+
+        Raises:
+          RequestFailedError: they are not numbers.
+        """
         if self._prompt_logprobs is None:
             return
         # A recomputed chunk scores what is known already; positions past the prompt have no target.
@@ -247,7 +252,13 @@ class RequestState:
         return text + self._stops.flush()
 
     def _entry(self, token_id: int, scores: RowScores, count: int) -> dict[int, Logprob]:
-        """The token first, then the `count` likeliest, best first."""
+        """The token first, then the `count` likeliest, best first.
+
+        Raises:
+          RequestFailedError: the logits were broken where nobody samples: of a prompt, or of tokens that are barred.
+        """
+        if math.isnan(scores.logprob):
+            raise RequestFailedError("the model's logits are not a number; the request cannot go on")
         entry = {token_id: Logprob(scores.logprob, scores.rank, self._text(token_id))}
         for rank, (other, logprob) in enumerate(scores.top[:count], start=1):
             if other != token_id:

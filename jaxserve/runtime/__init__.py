@@ -3,6 +3,7 @@
 from jaxserve.runtime.adapter_weights import abstract_adapters, empty_adapters
 from jaxserve.runtime.compile_cache import enable_compile_cache
 from jaxserve.runtime.compile_counter import COMPILES
+from jaxserve.runtime.device_errors import is_out_of_memory
 from jaxserve.runtime.engine_shapes import EngineShapes
 from jaxserve.runtime.memory_plan import MemoryPlan, format_bytes
 from jaxserve.runtime.mesh import make_mesh, mesh_of
@@ -30,6 +31,7 @@ __all__ = [
     "empty_adapters",
     "enable_compile_cache",
     "format_bytes",
+    "is_out_of_memory",
     "keeps_packed",
     "make_mesh",
     "mesh_of",

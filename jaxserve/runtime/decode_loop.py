@@ -1,9 +1,10 @@
 """The decode loop: several decode steps in one program, without the host between them.
 
 Each step is what the two programs of a single one are, `hidden_states` and `unembed`, then `sample` and `remember`; its
-tokens are the next one's inputs. A row goes on until its own number of steps or an id that ends it, and is padding from
-then on: position -1, the scratch slot, no flags. The loop ends with its last row, so one compiled program serves every
-number of steps. Sampling keys come from the write index, as always, so tokens are those of single steps.
+tokens are the next one's inputs. A row goes on until its own number of steps, an id that ends it or broken logits, and
+is padding from then on: position -1, the scratch slot, no flags. The loop ends with its last row, so one compiled
+program serves every number of steps. Sampling keys come from the write index, as always, so tokens are those of single
+steps.
 
 A row may come after its request has ended: the host had not seen that when it planned. Its input token shows it.
 """
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxserve.models import unembed
 from jaxserve.runtime.kv_pool import KVPool, PoolLayout
-from jaxserve.runtime.sampler import sample
+from jaxserve.runtime.sampler import NOT_A_NUMBER, sample
 from jaxserve.runtime.slot_state import SlotState
 from jaxserve.runtime.steps import hidden_states, remember
 from jaxserve.tables.layout import FLAG_HOLD_STOPS, TableLayout
@@ -51,7 +52,8 @@ def make_decode_loop(kv: PoolLayout, layout: TableLayout, max_steps: int, logits
 
     Returns:
       `loop(params, pool, state, ints, floats, limits) -> (pool, state, tokens)`, to be jitted with `pool` and `state`
-      donated. `limits` is int32[B, LIMIT_COLUMNS], tokens int32[max_steps, B]: a row's tokens in order, then -1.
+      donated. `limits` is int32[B, LIMIT_COLUMNS], tokens int32[max_steps, B]: a row's tokens in order, of
+      broken logits `NOT_A_NUMBER`, which ends it, then -1.
     """
     config, bucket = kv.config, layout.bucket
     rows = bucket.decode_rows
@@ -85,7 +87,8 @@ def make_decode_loop(kv: PoolLayout, layout: TableLayout, max_steps: int, logits
             sampled = sample(logits, now.state, current, no_masks)
             state = remember(now.state, sampled, current)
             tokens = now.tokens.at[now.step].set(jnp.where(now.live, sampled, -1))
-            live = now.live & (now.step + 1 < num_steps) & ~ends(sampled, position + 1)
+            ended = ends(sampled, position + 1) | (sampled == NOT_A_NUMBER)
+            live = now.live & (now.step + 1 < num_steps) & ~ended
             return _Loop(now.step + 1, live, pool, state, tokens)
 
         live = (num_steps > 0) & ~ends(state.last_token[fields["decode_slot"]], first)

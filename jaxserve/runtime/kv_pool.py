@@ -10,6 +10,7 @@ is donated to every step and comes back updated in place.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,17 +116,27 @@ class PoolLayout:
         """Of a page in all layers of a group, K and V and scales, on all devices together."""
         return sum(math.prod(x.shape) * int(x.dtype.itemsize) for x in jax.tree.leaves(self.abstract(1)))
 
-    def make(self, num_pages: int) -> KVPool:
-        """A zeroed pool, made on the devices in its sharding; if that is one CPU, on huge pages where there are any."""
+    def compile_make(self, num_pages: int) -> Callable[[], KVPool]:
+        """What makes a zeroed pool, on the devices in its sharding; if that is one CPU, on huge pages if there are."""
         shapes = self.abstract(num_pages)
 
         def zeros() -> KVPool:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        pool: KVPool = jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
-        if self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu":
-            use_huge_pages(pool)
-        return pool
+        program = jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes)).lower().compile()
+        on_one_cpu = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+
+        def make() -> KVPool:
+            pool: KVPool = program()
+            if on_one_cpu:
+                use_huge_pages(pool)
+            return pool
+
+        return make
+
+    def make(self, num_pages: int) -> KVPool:
+        """A zeroed pool; see `compile_make`."""
+        return self.compile_make(num_pages)()
 
 
 def attention_implementation(config: EngineConfig, model_config: ModelConfig, backend: str) -> str:

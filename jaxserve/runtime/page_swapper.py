@@ -17,6 +17,7 @@ from collections.abc import Sequence as Items
 import jax
 import numpy as np
 
+from jaxserve.faults import failpoint
 from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout
 from jaxserve.runtime.programs import ProgramTable
 from jaxserve.scheduler.plan import PageSwap
@@ -44,6 +45,8 @@ class PageSwapper:
           The pool as the plan's step is to see it; `pool` itself must not be used any more.
         """
         for swap in swaps:
+            if swap.out:
+                failpoint("swap.out", iteration=iteration, request_ids=(swap.request_id,))
             for first in range(0, len(swap.page_ids), SWAP_BLOCK):
                 pages, host_pages = (ids[first : first + SWAP_BLOCK] for ids in (swap.page_ids, swap.host_page_ids))
                 if swap.out:
@@ -61,6 +64,10 @@ class PageSwapper:
             block, host_pages, _ = self._outgoing.popleft()
             for stored, new in zip(jax.tree.leaves(self._host), jax.tree.leaves(block), strict=True):
                 stored[:, host_pages] = np.asarray(new)[:, : len(host_pages)]
+
+    def reset(self) -> None:
+        """Forgets the blocks on their way: a step has failed, and nobody needs what the host pool holds."""
+        self._outgoing.clear()
 
     def warm_up(self, pool: KVPool) -> KVPool:
         """Runs both programs once, on the null page."""

@@ -170,6 +170,10 @@ class PageTransfers:
         while self._outgoing and self._outgoing[0][0] <= iteration:
             self._deliver_oldest()
 
+    def reset(self) -> None:
+        """Forgets the blocks on their way: a step has failed, and the requests that export them end."""
+        self._outgoing.clear()
+
     def _deliver_oldest(self) -> None:
         _, sink, block = self._outgoing.popleft()
         # A copy of its pages where others lie beside them, so that what waits has the bytes that are counted for it.

@@ -291,13 +291,18 @@ class ProgramTable:
     def _on_mesh(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._replicated), tree)
 
-    def make_state(self) -> SlotState:
-        """A zeroed slot state."""
+    def compile_make_state(self) -> Callable[[], SlotState]:
+        """What makes a zeroed slot state."""
         shapes = self._state
-        return jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-            out_shardings=jax.tree.map(lambda _: self._replicated, shapes),
-        )()
+        program: Callable[[], SlotState] = (
+            jax.jit(
+                lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+                out_shardings=jax.tree.map(lambda _: self._replicated, shapes),
+            )
+            .lower()
+            .compile()
+        )
+        return program
 
 
 def mask_words(vocab_size: int) -> int:

@@ -17,17 +17,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import EngineConfig, SchedulerConfig
 from jaxserve.core import Request
+from jaxserve.faults import failpoint, failpoints_active
 from jaxserve.models import ModelConfig, stored_rank, zero_lora
+from jaxserve.runtime.device_errors import is_sound
 from jaxserve.runtime.engine_shapes import EngineShapes
-from jaxserve.runtime.kv_pool import SWAP_BLOCK, PoolLayout
+from jaxserve.runtime.kv_pool import SWAP_BLOCK, KVPool, PoolLayout
 from jaxserve.runtime.memory_plan import MemoryPlan, check_pages_fit, free_bytes, num_host_pages
 from jaxserve.runtime.page_swapper import PageSwapper
 from jaxserve.runtime.page_transfers import PageTransfers
 from jaxserve.runtime.programs import ProgramTable, Progress, mask_words
-from jaxserve.runtime.slot_state import SlotRow, join_state, slot_row, split_state
-from jaxserve.runtime.step_handles import PreparedStep, StepHandle, StepOutput
+from jaxserve.runtime.slot_state import SlotRow, SlotState, join_state, slot_row, split_state
+from jaxserve.runtime.step_faults import StepFaults
+from jaxserve.runtime.step_handles import PreparedStep, StepHandle, StepOutput, output_of
 from jaxserve.runtime.steps import StepOutputs
-from jaxserve.scheduler.plan import StepPlan, StepResult
+from jaxserve.scheduler.plan import StepPlan
 from jaxserve.tables import Bucket, TableBuilder
 
 
@@ -80,8 +83,11 @@ class ModelRunner:
         self._builder = TableBuilder(self.scheduler_config, self.buckets, adapters="adapters" in params)
         self._swapper: PageSwapper | None = None
         self._transfers: PageTransfers | None = None
+        self._faults: StepFaults | None = None
         self._pool: Any = None
         self._state: Any = None
+        self._make_pool: Callable[[], KVPool] | None = None
+        self._make_state: Callable[[], SlotState] | None = None
         # What a step without masks is given, by number of rows: nobody reads it.
         self._no_masks: dict[int, jax.Array] = {}
         # The last step's float32 blob, likewise, and on the device once a second step had it: most have the last one's.
@@ -108,8 +114,11 @@ class ModelRunner:
         config = self._config
         buckets = self.buckets.all()
         self._programs.warm_up(buckets, self.memory_plan.num_pages, progress)
-        self._pool = self._kv.make(self.memory_plan.num_pages)
-        self._state = self._programs.make_state()
+        self._make_pool = self._kv.compile_make(self.memory_plan.num_pages)
+        self._make_state = self._programs.compile_make_state()
+        self._pool, self._state = self._make_pool(), self._make_state()
+        if failpoints_active():
+            self._faults = StepFaults(self._kv, self.memory_plan.num_pages, self._programs, self._builder)
         words = mask_words(self._model_config.vocab_size)
         self._no_masks = {
             rows: self._programs.put(np.zeros((rows, words), np.uint32))
@@ -231,6 +240,7 @@ class ModelRunner:
         steps is sampled as it runs: its handle has its outputs.
         """
         plan, tables = prepared.plan, prepared.tables
+        fault = self._faults and self._faults.strike("runner.dispatch", plan)
         if self._swapper and plan.swaps:
             self._pool = self._swapper.run(self._pool, plan.iteration, plan.swaps)
         moves = prepared.moves
@@ -240,8 +250,11 @@ class ModelRunner:
             self._place(slot, row)
         # As they are: the call of a compiled program sends host arrays, in half the time that `device_put` takes.
         if tables.limits is not None:
-            return self._start_loop(plan, tables.bucket, tables.ints, tables.floats, tables.limits)
-        handle = self._start(plan, tables.bucket, tables.ints, tables.floats)
+            handle = self._start_loop(plan, tables.bucket, tables.ints, tables.floats, tables.limits)
+        else:
+            handle = self._start(plan, tables.bucket, tables.ints, tables.floats)
+        if self._faults and fault:
+            self._pool = self._faults.break_rows(self._pool, plan, fault)
         if self._transfers and moves and moves.exports:
             self._transfers.run_exports(self._pool, plan.iteration, moves)
         return handle
@@ -254,6 +267,8 @@ class ModelRunner:
           masks: uint32[N, ceil(V / 32)], see `sampler.sample`, for a plan with rows that one binds.
         """
         assert handle.forwarded is not None, f"plan {handle.plan.iteration} is sampled twice"
+        if self._faults:
+            self._faults.strike("runner.sample", handle.plan)
         (logits, sample_ints, prompt_scores), floats = handle.forwarded
         _, sampler = self._programs.get(handle.bucket)
         rows = handle.bucket.sample_rows
@@ -268,19 +283,43 @@ class ModelRunner:
     def collect(self, handle: StepHandle) -> StepOutput:
         """Waits for a step's tokens: the one host sync of an iteration."""
         assert handle.outputs is not None, f"plan {handle.plan.iteration} is collected before it is sampled"
+        if self._faults:
+            self._faults.strike("runner.collect", handle.plan)
         sampled = np.asarray(handle.outputs.tokens)
         if self._swapper and handle.plan.swaps:
             self._swapper.settle(handle.plan.iteration)
         if self._transfers and handle.plan.exports:
             self._transfers.settle(handle.plan.iteration)
-        if handle.plan.num_steps > 1:
-            return StepOutput(_runs_of(sampled, len(handle.plan.decode)), handle.bucket, handle.outputs)
-        tokens, rows = sampled.tolist(), handle.bucket.decode_rows
-        result = StepResult(
-            decode_tokens=tuple(tokens[: len(handle.plan.decode)]),
-            prefill_tokens=tuple(tokens[rows : rows + len(handle.plan.prefill)]),
-        )
-        return StepOutput(result, handle.bucket, handle.outputs)
+        return output_of(handle, sampled)
+
+    def recover(self) -> bool:
+        """Makes the device ready for new steps after one has failed; waits for what it still does.
+
+        Every request that runs on is to be placed again. What was lost of pool and slot state is made anew, by programs
+        that are compiled already.
+
+        Returns:
+          Whether the pool still holds what it held before the steps in flight.
+
+        Raises:
+          Exception: whatever keeps the device from working on.
+        """
+        failpoint("runner.recover")
+        assert self._make_pool is not None and self._make_state is not None, "recover before warm_up"
+        if self._swapper:
+            self._swapper.reset()
+        if self._transfers:
+            self._transfers.reset()
+        self._builder.reset()
+        self._floats, self.newest = {}, None
+        keeps_pool, keeps_state = is_sound(self._pool), is_sound(self._state)
+        if not keeps_pool:
+            self._pool = None  # before the next one: there is no room for two
+            self._pool = self._make_pool()
+        if not keeps_state:
+            self._state = self._make_state()
+        jax.block_until_ready((self._pool, self._state))
+        return keeps_pool
 
     def _sent(self, rows: int, floats: np.ndarray) -> np.ndarray | jax.Array:
         """A step's float32 blob as its sampler is given it: what differs from the last one's is sent by the call."""
@@ -329,15 +368,3 @@ class ModelRunner:
             self.buckets.all()[-1], shapes.guess_pages(allowed), shapes.limits.max_steps_ahead
         )
         return shapes.memory_plan(allowed, step_bytes, host_pages)
-
-
-def _runs_of(tokens: np.ndarray, num_rows: int) -> StepResult:
-    """The result of a plan of several steps.
-
-    Args:
-      tokens: int32[max steps, B], see `make_decode_loop`.
-      num_rows: rows of the plan; the others are padding.
-    """
-    counts = (tokens[:, :num_rows] >= 0).sum(axis=0).tolist()
-    rows = tokens[:, :num_rows].T.tolist()
-    return StepResult((), (), tuple(tuple(row[:count]) for row, count in zip(rows, counts, strict=True)))

@@ -29,6 +29,8 @@ from jaxserve.core import MAX_LOGPROBS
 from jaxserve.runtime.slot_state import NEVER, OUTSIDE_MASK, SlotState
 from jaxserve.tables.layout import FLAG_EDITS, FLAG_HOLD_STOPS, FLAG_LOGPROBS, FLAG_MASKED
 
+NOT_A_NUMBER = -2
+"""In place of the token of a row whose logits are broken: the largest of them is NaN or infinite."""
 ARGMAX_BLOCK = 256
 """Entries of a row in a block of `first_largest`: of the order of the root of a vocabulary's size."""
 
@@ -60,7 +62,7 @@ def sample(logits: jax.Array, state: SlotState, fields: dict[str, Any], masks: j
         `FLAG_MASKED`, which have at least one such bit.
 
     Returns:
-      int32[N] token ids; padding rows get some valid id.
+      int32[N] token ids; `NOT_A_NUMBER` for rows whose logits are broken. Padding rows get anything.
     """
     flags = fields["flags"]
     edits = (flags & FLAG_EDITS) != 0
@@ -70,19 +72,26 @@ def sample(logits: jax.Array, state: SlotState, fields: dict[str, Any], masks: j
     def choose(x: jax.Array) -> jax.Array:
         x = jax.lax.cond(edits.any(), lambda y: _edit(y, state, fields, edits), lambda y: y, x)
         x = jax.lax.cond(bound.any(), lambda y: _keep_allowed(y, masks, bound), lambda y: y, x)
-        greedy = first_largest(x)
-        return jax.lax.cond(
+        greedy, largest = first_largest(x)
+        tokens = jax.lax.cond(
             random.any(),
             lambda y: jnp.where(random, _draw(y, fields), greedy),
             lambda y: greedy,
             x,
         )
+        # A penalty may make a logit infinite, which is no fault of the model.
+        raw = _at(logits, greedy)
+        return jnp.where(jnp.isnan(largest) | ~(raw < jnp.inf), NOT_A_NUMBER, tokens)
 
-    return jax.lax.cond((edits | bound | random).any(), choose, first_largest, logits)
+    def choose_largest(x: jax.Array) -> jax.Array:
+        greedy, largest = first_largest(x)
+        return jnp.where(largest < jnp.inf, greedy, NOT_A_NUMBER)
+
+    return jax.lax.cond((edits | bound | random).any(), choose, choose_largest, logits)
 
 
-def first_largest(x: jax.Array) -> jax.Array:
-    """`argmax` of each row: the lowest index among equals.
+def first_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`argmax` of each row, the lowest index among equals, and what is there.
 
     XLA CPU does not vectorise the reduction of (value, index) pairs that argmax is. There, maxima of blocks are taken
     first, which it does vectorise, and a row's argmax is sought among them and within one block; other backends run
@@ -93,16 +102,26 @@ def first_largest(x: jax.Array) -> jax.Array:
         first NaN, on CPU possibly an earlier infinity.
 
     Returns:
-      int32[N].
+      int32[N] and float32[N].
     """
-    return jax.lax.platform_dependent(x, cpu=_first_largest_by_blocks, default=_argmax)
+    return jax.lax.platform_dependent(x, cpu=_first_largest_by_blocks, default=_first_largest)
+
+
+def _first_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    index = _argmax(x)
+    return index, _at(x, index)
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    """float32[N]: of each row of [N, V] what is at its index, which is in range."""
+    return jnp.take_along_axis(x, index[:, None], axis=-1, mode="promise_in_bounds")[:, 0]
 
 
 def _argmax(x: jax.Array) -> jax.Array:
     return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 
-def _first_largest_by_blocks(x: jax.Array) -> jax.Array:
+def _first_largest_by_blocks(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     size = x.shape[1]
     block = min(ARGMAX_BLOCK, size)
 
@@ -114,7 +133,8 @@ def _first_largest_by_blocks(x: jax.Array) -> jax.Array:
     # A last block that is not whole begins earlier: what it shares with the one before is less than its maximum.
     starts = jnp.minimum(_argmax(largest) * block, size - block)
     inside = jax.vmap(lambda row, start: jax.lax.dynamic_slice(row, (start,), (block,)))(x, starts)
-    return starts + _argmax(inside)
+    index, value = _first_largest(inside)
+    return starts + index, value
 
 
 def score(logits: jax.Array, token_ids: jax.Array, wanted: jax.Array) -> TokenScores:

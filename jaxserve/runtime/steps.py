@@ -65,7 +65,8 @@ class StepOutputs(NamedTuple):
     """What leaves the device.
 
     Attributes:
-      tokens: int32[N], sampled ids of decode rows, then prefill rows; of a decode loop int32[max steps, B].
+      tokens: int32[N], sampled ids of decode rows, then prefill rows, `NOT_A_NUMBER` of broken logits; of a decode loop
+        int32[max steps, B].
       scores: of the sampled tokens, N rows; None of a decode loop, like the next.
       prompt_scores: of the tokens that follow each prompt position, T rows.
     """
@@ -325,6 +326,7 @@ def _sampled_positions(fields: dict[str, Any], rows: int) -> jax.Array:
 def remember(state: SlotState, tokens: jax.Array, fields: dict[str, Any]) -> SlotState:
     """Writes sampled tokens to their slots and counts them for rows with penalties."""
     live = (fields["flags"] & FLAG_LIVE) != 0
+    tokens = jnp.maximum(tokens, 0)  # of a row that brought none some id
     slots = jnp.where(live, fields["slot"], state.last_token.shape[0] - 1)
     edits = live & ((fields["flags"] & FLAG_EDITS) != 0)
     counts = state.output_counts.at[slots, tokens].add(edits.astype(jnp.int32))

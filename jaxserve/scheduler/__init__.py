@@ -16,6 +16,7 @@ from jaxserve.scheduler.plan import (
 )
 from jaxserve.scheduler.scheduler import Scheduler
 from jaxserve.scheduler.sequence import Sequence
+from jaxserve.scheduler.state import Flight
 from jaxserve.scheduler.token_events import TokenEvents
 from jaxserve.scheduler.trace import SCHEMA_VERSION, TraceWriter
 
@@ -24,6 +25,7 @@ __all__ = [
     "Counters",
     "DecodeRow",
     "DecodeRows",
+    "Flight",
     "PageUpdate",
     "Placement",
     "PrefillChunk",

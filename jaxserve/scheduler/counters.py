@@ -14,7 +14,7 @@ class Counters:
 
     `recomputed_tokens` lost their K/V to a preemption, `cached_tokens` were found in the prefix cache;
     `swapped_pages` were copied to the host or back. `wasted_rows`, decode rows and chunks, were of requests that had
-    ended when their step came back.
+    ended when their step came back. `recoveries`: calls of `recover`.
     """
 
     offered: int = 0
@@ -25,6 +25,7 @@ class Counters:
     preemptions: int = 0
     cached_tokens: int = 0
     wasted_rows: int = 0
+    recoveries: int = 0
     recomputed_tokens_of: dict[str, int] = field(default_factory=dict)  # by service class
     swapped_pages_of: dict[str, int] = field(default_factory=dict)  # likewise
     rejected: dict[str, int] = field(default_factory=dict)  # by reason

@@ -32,11 +32,18 @@ def _check_conservation(scheduler: SchedulerState) -> None:
 
 def _check_queue(scheduler: SchedulerState) -> None:
     config, queue = scheduler.config, scheduler._waiting
-    # Whom a running request's need of pages sent back may stand beyond the bounds: it was admitted within them.
-    fresh = [sequence for sequence in queue if not (sequence.num_preemptions and scheduler._reservation.grows)]
+    # Whom a running request's need of pages, or a failed step, sent back may stand beyond the bounds: it was admitted
+    # within them.
+    sent_back = [each for each in queue if each.num_recoveries]
+    fresh = [
+        each for each in queue if not (each.num_recoveries or (each.num_preemptions and scheduler._reservation.grows))
+    ]
     assert len(fresh) <= config.max_queue_requests, f"{len(fresh)} requests wait"
     assert sum(s.max_total_tokens for s in fresh) <= config.max_queue_tokens, f"{queue.num_tokens} tokens wait"
-    assert len(queue) <= config.max_queue_requests + config.max_num_seqs, f"{len(queue)} requests wait in all"
+    others = len(queue) - len(sent_back)
+    assert others <= config.max_queue_requests + config.max_num_seqs, f"{others} requests wait in all"
+    most = config.max_num_seqs * (config.max_steps_ahead + 3) + config.max_queue_requests
+    assert len(queue) <= most, f"{len(queue)} requests wait in all"
     assert len(queue) == sum(1 for _ in queue), f"the queue counts {len(queue)} requests"
     tokens = sum(sequence.max_total_tokens for sequence in queue)
     assert tokens == queue.num_tokens, f"the queue counts {queue.num_tokens} tokens and holds {tokens}"

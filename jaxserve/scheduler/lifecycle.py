@@ -82,11 +82,12 @@ class Lifecycle(Moves):
             self._trace.added(sequences, now, rejection)
         return rejection
 
-    def abort(self, request_id: str, now: float, reason: str = FinishReason.ABORT) -> bool:
+    def abort(self, request_id: str, now: float, reason: str = FinishReason.ABORT, *, forgets: bool = False) -> bool:
         """Ends a live request at any stage; its event is in `take_events`.
 
         Args:
           reason: ABORT; STOP when a stop string was found, a completion; ERROR or UNFOLLOWABLE when it failed.
+          forgets: what its pages hold is broken: nobody is to find it in the prefix cache.
 
         Returns:
           False when no live request has this id.
@@ -94,7 +95,9 @@ class Lifecycle(Moves):
         sequence = self._live.get(request_id)
         if sequence is None:
             return False
-        self._end_early(sequence, FinishReason(reason), now)
+        if forgets and self.config.enable_prefix_caching:
+            self._forget_pages(sequence)
+        self._end_early(sequence, FinishReason(reason), now, forgets=forgets)
         return True
 
     def take_events(self) -> list[TokenEvent]:
@@ -138,7 +141,7 @@ class Lifecycle(Moves):
         return None
 
     def _take_free_slot(self, sequence: Sequence) -> bool:
-        if not self._slots.num_free or not self._may_take_slot(sequence):
+        if not self.has_slot_to_give or not self._may_take_slot(sequence):
             return False
         is_first = self.config.arrivals_claim_slots or self._waiting.would_lead(sequence)
         passed = None if is_first else self._waiting.front()
@@ -167,6 +170,8 @@ class Lifecycle(Moves):
 
     def _may_take_slot(self, sequence: Sequence) -> bool:
         """Whether arrivals take slots now, and arrivals of its class."""
+        if self._waiting.held:
+            return False
         if not self._batching.refills or self._class_is_full(sequence.request.service_class):
             return False
         return not self._waiting.is_beyond_bound
@@ -206,11 +211,13 @@ class Lifecycle(Moves):
         while (front := self._deadlines.front()) and front[0][0] <= now:
             self._end_early(front[1], FinishReason.EXPIRED, now)
 
-    def _end_early(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        self._end(sequence, reason, now, early=True)
+    def _end_early(self, sequence: Sequence, reason: FinishReason, now: float, *, forgets: bool = False) -> None:
+        self._end(sequence, reason, now, early=True, forgets=forgets)
         self._events.append(TokenEvent(sequence.request_id, None, finish_reason=reason))
 
-    def _end(self, sequence: Sequence, reason: FinishReason, now: float, *, early: bool = False) -> None:
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, now: float, *, early: bool = False, forgets: bool = False
+    ) -> None:
         """The one way out of being live, from any state."""
         sequence.finish_reason = reason
         del self._live[sequence.request_id]
@@ -225,7 +232,7 @@ class Lifecycle(Moves):
         self.counters.count_end(reason)
         self._departures.observe(now, sequence.max_total_tokens)
         if self._trace:
-            self._trace.ended(sequence, now, early=early)
+            self._trace.ended(sequence, now, early=early, forgets=forgets)
 
 
 def _check(requests: Items[Request], page_size: int) -> None:

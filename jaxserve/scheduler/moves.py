@@ -31,7 +31,7 @@ class Moves(SchedulerState):
         if sequence.num_pages and not sequence.num_scheduled:
             sequence.num_scheduled = sequence.num_pages * self.config.page_size
             self.counters.cached_tokens += sequence.num_scheduled
-            if not sequence.num_preemptions:
+            if not sequence.num_preemptions and not sequence.num_recoveries:
                 sequence.num_cached_tokens = sequence.num_scheduled
         return True
 
@@ -77,6 +77,12 @@ class Moves(SchedulerState):
             for index in range(max(sequence.num_named_pages, passed), count):
                 enter(names[index], holding.pages[index - passed], holding.group)
         sequence.num_named_pages = max(sequence.num_named_pages, count)
+
+    def _forget_pages(self, sequence: Sequence) -> None:
+        """Takes every full page of it out of the prefix cache, whoever entered it."""
+        filled = max(sequence.num_prompt_tokens, sequence.num_known_tokens - 1)
+        self._name_pages(sequence, filled // self.config.page_size)
+        self._pages.forget(sequence.page_names, len(self._windows))
 
     def _pass_pages(self) -> None:
         """Gives back what no plan from now on reads; the next plan tells the device, whose steps run in order."""

@@ -135,6 +135,11 @@ class PageAllocator:
         owners = self._num_owners
         return sum(1 for page in pages if not owners[page] or self._counts_anew(page, passing))
 
+    def forget(self, names: Iterable[bytes], num_groups: int) -> None:
+        """What is known by these names is found no more; pages that were kept for it alone are free."""
+        for page in self.cache.remove(names, num_groups):
+            heapq.heappush(self._free, page)
+
     def drop_cache(self) -> None:
         """Frees every cached page and forgets the content of owned ones."""
         for page in self.cache.clear():

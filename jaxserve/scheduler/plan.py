@@ -182,6 +182,11 @@ class StepPlan:
         return not self.decode and not self.prefill
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Of its rows: those that decode, then those of the chunks."""
+        return (*self.decode.request_ids, *[chunk.request_id for chunk in self.prefill])
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of this iteration's first step, against the token budget; later steps have no more."""
         return len(self.decode) + self.num_prefill_tokens

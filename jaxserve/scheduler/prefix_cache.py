@@ -154,6 +154,20 @@ class PrefixCache:
         del self._page_of[self.name_of.pop(page)]
         return page
 
+    def remove(self, names: Iterable[bytes], num_groups: int) -> list[int]:
+        """Forgets these names in every group; returns those of their pages that were idle, which are free now."""
+        idle = []
+        for name in names:
+            for group in range(num_groups):
+                page = self._page_of.pop(entry_key(name, group), None)
+                if page is None:
+                    continue
+                del self.name_of[page]
+                if page in self._idle:
+                    del self._idle[page]
+                    idle.append(page)
+        return idle
+
     def is_idle(self, page: int) -> bool:
         """It is kept and has no owner."""
         return page in self._idle

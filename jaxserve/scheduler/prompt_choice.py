@@ -27,16 +27,17 @@ class PromptChoice:
         targets = [(c.itl_target_s, c.name) for c in config.service_classes if c.itl_target_s is not None]
         self._class_targets = sorted(targets)
 
-    def choose(self, prompts: Collection[Sequence], num_decode: int) -> list[tuple[Sequence, int]]:
+    def choose(self, prompts: Collection[Sequence], num_decode: int, budget: int) -> list[tuple[Sequence, int]]:
         """Who gets a chunk and of how many tokens; as many as the budget reaches.
 
         Args:
           prompts: those with a slot that are not computed to their ends, in promotion order: first come, first
             served.
           num_decode: decode rows of the iteration.
+          budget: its tokens, prompts and decode rows together.
         """
         config = self._config
-        budget = config.max_num_batched_tokens - num_decode
+        budget -= num_decode
         target_s = self.target_s(prompts) if num_decode else None
         left_s = None if target_s is None else self._step_time.left_s(target_s, num_decode)
         owed = config.page_size  # under any target a page's worth at least goes on

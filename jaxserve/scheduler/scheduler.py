@@ -91,9 +91,9 @@ from typing import Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import Request
+from jaxserve.scheduler.failed_steps import FailedSteps
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.scheduler.prompt_choice import PromptChoice
-from jaxserve.scheduler.row_lander import RowLander
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
 from jaxserve.scheduler.state import Flight
 from jaxserve.scheduler.step_choice import StepChoice
@@ -103,7 +103,7 @@ from jaxserve.scheduler.trace import TraceRecorder
 from jaxserve.scheduler.waits_for import WaitsFor
 
 
-class Scheduler(RowLander):
+class Scheduler(FailedSteps):
     """Plans iterations for one engine.
 
     Args:
@@ -163,7 +163,9 @@ class Scheduler(RowLander):
         for sequence in starved:
             self._decoding.leave(sequence)
         decoding = self._decoding.sequences.copy()
-        chosen = self._prompts.choose(self._prefilling.values(), len(decoding)) if self._prefilling else []
+        chosen = (
+            self._prompts.choose(self._prefilling.values(), len(decoding), self._budget) if self._prefilling else []
+        )
         num_steps = 1 if starved else self._num_steps(waits_for)
         rows, last_rows = self._decode_rows(pages) if num_steps == 1 else self._decode_runs(num_steps, pages)
         chunks = [self._chunk(sequence, size, pages, now) for sequence, size in chosen]
@@ -244,6 +246,8 @@ class Scheduler(RowLander):
     def _num_steps(self, waits_for: WaitsFor | None) -> int:
         """Decode steps of the plan that is being made; see rule 9."""
         batch = self._decoding
+        if self._budget < self.config.max_num_batched_tokens:
+            return 1
         if not self._step_choice.may_run_several or not len(batch) or batch.num_bound:
             return 1
         if self._prefilling or waits_for not in (None, WaitsFor.SLOT) or self._swaps:
@@ -263,7 +267,7 @@ class Scheduler(RowLander):
         """
         if not len(self._waiting):
             return None
-        if not self._slots.num_free:
+        if not self.has_slot_to_give:
             return WaitsFor.SLOT
         if self._preempted and self._running:
             return WaitsFor.PREEMPTION  # what was given back is for those that run
@@ -272,7 +276,7 @@ class Scheduler(RowLander):
         if front is not None and not self._batching.may_fill(num_busy, len(self._waiting), now - front.arrived_at):
             return WaitsFor.BATCH
         while front is not None:
-            if not self._slots.num_free:
+            if not self.has_slot_to_give:
                 return WaitsFor.SLOT
             if not front.resumable:
                 return WaitsFor.STEP
@@ -284,7 +288,9 @@ class Scheduler(RowLander):
             self._waiting.remove(front)
             self._occupy(front)
             front = self._waiting.front()
-        return WaitsFor.CLASS if len(self._waiting) else None
+        if not len(self._waiting):
+            return None
+        return WaitsFor.RELEASE if self._waiting.held else WaitsFor.CLASS
 
     def _secure_pages(self) -> list[Sequence]:
         """Finds a page for every decode row that needs a new one, at other requests' expense if it must.

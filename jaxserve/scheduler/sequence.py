@@ -32,6 +32,7 @@ class Sequence:
       num_preemptions: times it lost its slot.
       num_setbacks: these, and arrivals of higher class that took a free slot while it was the queue's front.
       num_prefill_tokens: tokens that come in chunks: the prompt, and after a recompute the outputs it had.
+      num_recoveries: times it was sent back to the queue, or lost its pages there, as a step had failed.
       num_outputs_at_start: output tokens it had when it took its slot.
       num_cached_tokens: tokens found in the prefix cache when it took its first slot.
       num_to_import: tokens whose K/V came with the request and is not in the pool yet, though they count as scheduled;
@@ -55,6 +56,7 @@ class Sequence:
     num_in_flight: int = 0
     num_preemptions: int = 0
     num_setbacks: int = 0
+    num_recoveries: int = 0
     num_outputs_at_start: int = 0
     num_cached_tokens: int = 0
     num_to_import: int = 0

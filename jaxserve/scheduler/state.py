@@ -94,6 +94,7 @@ class SchedulerState:
         # By group, the pages before the next token that it sees.
         self._seen_pages = [config.pages_spanned(1, window) - 1 if window else None for window in self._windows]
         self._in_flight: deque[Flight] = deque()
+        self._budget = config.max_num_batched_tokens
         self._num_arrivals = 0
         self._num_plans = 0
         self._num_promotions = 0
@@ -144,6 +145,31 @@ class SchedulerState:
     def num_plans(self) -> int:
         """Plans made so far, the number of the next one."""
         return self._num_plans
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans made and not yet updated."""
+        return len(self._in_flight)
+
+    @property
+    def oldest_flight(self) -> Flight:
+        """The plan to be updated next, with the sequences of its rows; treat it as read-only."""
+        return self._in_flight[0]
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of a plan at most: the settings', or fewer (`limit_budget`)."""
+        return self._budget
+
+    @property
+    def has_slot_to_give(self) -> bool:
+        """A slot is free, and fewer are held than a plan may have tokens."""
+        return bool(self._slots.num_free) and len(self._running) < self._budget
+
+    @property
+    def held_ids(self) -> list[str]:
+        """Ids of the requests that are held, in the order in which they were."""
+        return [sequence.request_id for sequence in self._waiting.held]
 
     @property
     def idle(self) -> bool:

@@ -32,18 +32,23 @@ Where K/V comes from another engine or goes to one, `imported` and `exported` of
 "add" then has `imports`, tokens of its prompt that came with it, and `received_at`, the instant at which it was asked
 for, null where nobody said; or `exports`.
 
-An event has `kind` ("add", "abort", "expire", "starve", "reset_prefix_cache"), `id` (empty where it is of no
-one request), `now` and `step`, the pair (plans made, plans updated) when it came: with steps in flight this
-places it exactly. An "add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`, `service_class`,
-`deadline_at` and `outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one with reason
-"displaced" is the work of the "add" that follows it, not a call of its own. Of several arrivals of one call the
-first has `together`, their number; the others follow it at once, in the same record. A "starve" is a call of `schedule`
-that took slots for want of pages and made no plan, as all that kept a slot lacked a page too.
+An event has `kind` ("add", "abort", "expire", "starve", "reset_prefix_cache", "recover", "hold", "release", "budget"),
+`id` (empty where it is of no one request), `now` and `step`, the pair (plans made, plans updated) when it came: with
+steps in flight this places it exactly. An "add" also has `prompt` (tokens), `max_tokens`, `priority`, `tenant`,
+`service_class`, `deadline_at` and `outcome`: "slot", "queue" or the rejection's reason. An "abort" has `reason`; one
+with reason "displaced" is the work of the "add" that follows it, not a call of its own. One that has `forgets` took the
+request's pages out of the prefix cache. Of several arrivals of one call the first has `together`, their number; the
+others follow it at once, in the same record. A "starve" is a call of `schedule` that took slots for want of pages and
+made no plan, as all that kept a slot lacked a page too.
 
 With a prefix cache three keys more say which pages are alike, by numbers (`page_ordinals`): `pages` of an
 "add", the numbers of its prompt's full pages; `named` of an iteration, [id, numbers] pairs, and of an event
 that ends a request, numbers, for the pages filled since. An "add" also has `scores`: it wants its prompt
 scored and therefore computed, so it shares none.
+
+A "recover" is a step that failed: the plans in flight, whose instants are its `in_flight`, are taken back, and their
+numbers are given again to those made after it. `keeps_cache`: the prefix cache was kept. A "hold" keeps a request that
+waits from running until its "release". A "budget" says by `tokens` how many a plan may have from then on.
 
 Where plans may have several steps (`max_decode_steps`), an "add" has `free_running`: no token of it waits for the host.
 
@@ -79,9 +84,9 @@ if TYPE_CHECKING:
     from jaxserve.scheduler.scheduler import Scheduler
     from jaxserve.scheduler.state import Flight
 
-SCHEMA_VERSION = 4
-READABLE_VERSIONS = (3, SCHEMA_VERSION)
-"""A trace of version 3 is one in which no iteration has several steps."""
+SCHEMA_VERSION = 5
+READABLE_VERSIONS = (3, 4, SCHEMA_VERSION)
+"""In a trace of version 4 no step has failed; in one of version 3, besides, no iteration has several steps."""
 MAX_EVENTS = 256
 """So many events without an iteration make a record; what came of one call is in one record all the same."""
 
@@ -157,13 +162,31 @@ class TraceRecorder:
         self._event("reset_prefix_cache", "", now)
         self._flush_if_full()
 
+    def recovered(self, now: float, *, keeps_cache: bool) -> None:
+        """The plans in flight are about to be taken back."""
+        self._event("recover", "", now, keeps_cache=keeps_cache, in_flight=self._instants_in_flight())
+        # No record here, full or not: it would have the plans in flight that this event takes back.
+
+    def of_request(self, kind: str, request_id: str, now: float) -> None:
+        """A request is held or released."""
+        self._event(kind, request_id, now)
+        self._flush_if_full()
+
+    def budget_limited(self, num_tokens: int, now: float) -> None:
+        """Plans have so many tokens at most from now on."""
+        self._event("budget", "", now, tokens=num_tokens)
+        self._flush_if_full()
+
     def starved(self, now: float) -> None:
         """A call of `schedule` took slots and made no plan."""
         self._event("starve", "", now)
         self._flush_if_full()
 
-    def ended(self, sequence: Sequence, now: float, *, early: bool) -> None:
-        """A live request ended; `early`: by its deadline or by a call of `abort`, not by a token."""
+    def ended(self, sequence: Sequence, now: float, *, early: bool, forgets: bool = False) -> None:
+        """A live request ended; `early`: by its deadline or by a call of `abort`, not by a token.
+
+        `forgets`: its pages were taken out of the prefix cache.
+        """
         reason = sequence.finish_reason
         assert reason is not None, f"{sequence.request_id} is live"
         self._ids[_LISTS[reason]].append(sequence.request_id)
@@ -171,7 +194,9 @@ class TraceRecorder:
         if not early:
             self._named += [[sequence.request_id, numbers]] if numbers else []
             return
-        named = {"named": numbers} if numbers else {}
+        named: dict[str, Any] = {"named": numbers} if numbers else {}
+        if forgets:
+            named["forgets"] = True
         if reason is FinishReason.EXPIRED:
             self._event("expire", sequence.request_id, now, **named)
         else:

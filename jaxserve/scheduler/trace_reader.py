@@ -80,9 +80,13 @@ class AddEvent(TraceEvent):
 
 @dataclass(frozen=True, slots=True)
 class AbortEvent(TraceEvent):
-    """A live request was ended by a call; STOP is a completion by a stop string, DISPLACED the work of an arrival."""
+    """A live request was ended by a call; STOP is a completion by a stop string, DISPLACED the work of an arrival.
+
+    `forgets`: its pages were taken out of the prefix cache.
+    """
 
     reason: FinishReason
+    forgets: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,36 @@ class StarveEvent(TraceEvent):
 @dataclass(frozen=True, slots=True)
 class ResetEvent(TraceEvent):
     """The prefix cache was emptied; it has no request."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverEvent(TraceEvent):
+    """A step failed: the plans in flight were taken back.
+
+    Attributes:
+      keeps_cache: the prefix cache was kept.
+      in_flight: instants of those plans, oldest first; `num_plans` counts them.
+    """
+
+    keeps_cache: bool
+    in_flight: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldEvent(TraceEvent):
+    """A request that waits may not run until it is released."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseEvent(TraceEvent):
+    """A held request may run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetEvent(TraceEvent):
+    """From now on a plan has at most `num_tokens` tokens; it has no request."""
+
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +247,8 @@ def _header(line: TraceFields) -> TraceHeader:
         line.wrong("kind", '"header": a trace begins with one')
     version = line.integer("schema_version")
     if version not in READABLE_VERSIONS:
-        readable = " and ".join(map(str, READABLE_VERSIONS))
+        *others, last = map(str, READABLE_VERSIONS)
+        readable = f"{', '.join(others)} and {last}"
         raise ValueError(
             f"{line.where}: schema_version is {version}; this version of jaxserve reads {readable};"
             " use the version that recorded it"
@@ -295,7 +330,14 @@ def _waits_for(line: TraceFields) -> WaitsFor | None:
 
 def _events(line: TraceFields, most_plans: int, num_updated: int) -> tuple[TraceEvent, ...]:
     fields = line.events()
-    events = tuple(_event(event, most_plans, num_updated) for event in fields)
+    # Until a recovery the plans count that it takes back.
+    most_of_each = []
+    for field in reversed(fields):
+        if field.data.get("kind") == "recover":
+            most_plans = num_updated + len(field.instants("in_flight"))
+        most_of_each.append(most_plans)
+    pairs = zip(fields, reversed(most_of_each), strict=True)
+    events = tuple(_event(field, most, num_updated) for field, most in pairs)
     for index, event in enumerate(events):
         if isinstance(event, AddEvent) and event.num_together > 1:
             others = events[index + 1 : index + event.num_together]
@@ -331,11 +373,20 @@ def _event(event: TraceFields, most_plans: int, num_updated: int) -> TraceEvent:
         case "abort":
             if event.data.get("reason") not in tuple(FinishReason):
                 event.wrong("reason", f"one of {', '.join(FinishReason)}")
-            return AbortEvent(*place, FinishReason(event.data["reason"]))
+            forgets = event.flag("forgets") if "forgets" in event.data else False
+            return AbortEvent(*place, FinishReason(event.data["reason"]), forgets)
         case "expire":
             return ExpireEvent(*place)
         case "starve":
             return StarveEvent(*place)
         case "reset_prefix_cache":
             return ResetEvent(*place)
-    event.wrong("kind", "add, abort, expire, starve or reset_prefix_cache")
+        case "recover":
+            return RecoverEvent(*place, event.flag("keeps_cache"), event.instants("in_flight"))
+        case "hold":
+            return HoldEvent(*place)
+        case "release":
+            return ReleaseEvent(*place)
+        case "budget":
+            return BudgetEvent(*place, event.integer("tokens", 1))
+    event.wrong("kind", "add, abort, expire, starve, reset_prefix_cache, recover, hold, release or budget")

@@ -1,13 +1,13 @@
 """The waiting queue: bounded in requests and tokens, ordered by the policy, cheap to leave from anywhere.
 
 It is one line per service class. A class at its slot limit is passed over, and nobody of another class
-waits behind it.
+waits behind it. Whom a failed step sent back stands ahead of all lines, in the order in which they had their slots.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from jaxserve.config import SchedulerConfig
@@ -19,7 +19,7 @@ from jaxserve.scheduler.sequence_heap import SequenceHeap
 
 
 class WaitingQueue:
-    """Requests without a slot: fresh ones, and preempted ones.
+    """Requests without a slot: fresh ones, preempted ones, and those that a failed step sent back.
 
     All bounds hold at all times; a preempted request counts like any other.
 
@@ -35,6 +35,8 @@ class WaitingQueue:
         self._class_is_full = class_is_full
         names = ("", *(service_class.name for service_class in config.service_classes))
         self._lines = {name: SequenceHeap() if order.counters is None else FairLine(order.counters) for name in names}
+        self._first = {name: SequenceHeap() for name in names}  # ahead of the lines
+        self._held: dict[Sequence, None] = {}  # may not be promoted
         self._load = QueueLoad(config)
         # Who is displaced first: the lowest class, there the latest arrival.
         self._by_rank = SequenceHeap() if config.queue_displacement else None
@@ -44,12 +46,22 @@ class WaitingQueue:
         return self._load.num_requests
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._lines[sequence.request.service_class]
+        name = sequence.request.service_class
+        return sequence in self._lines[name] or sequence in self._first[name] or sequence in self._held
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In promotion order as of now; sorts, so for traces and checks only."""
-        entries = [entry for line in self._lines.values() for entry in line.entries()]
-        return (sequence for _, sequence in sorted(entries, key=lambda entry: entry[0]))
+        """In promotion order as of now, those that are held last; sorts, so for traces and checks only."""
+        found: list[Sequence] = []
+        places: tuple[Mapping[str, SequenceHeap | FairLine], ...] = (self._first, self._lines)
+        for lines in places:
+            entries = [entry for line in lines.values() for entry in line.entries()]
+            found += [sequence for _, sequence in sorted(entries, key=lambda entry: entry[0])]
+        return iter((*found, *self._held))
+
+    @property
+    def held(self) -> Collection[Sequence]:
+        """Those that may not be promoted."""
+        return self._held.keys()
 
     @property
     def num_tokens(self) -> int:
@@ -90,18 +102,49 @@ class WaitingQueue:
         return None
 
     def push(self, sequence: Sequence) -> None:
-        """Puts in a sequence for which `refusal` is None."""
+        """Puts in a sequence for which `refusal` is None; as long as somebody is held, ahead of the lines if it ran."""
+        if self._held and sequence.turn >= 0:
+            self.push_first(sequence)
+            return
         self._lines[sequence.request.service_class].push(self._order.key(sequence), sequence)
-        keeps_pages = not (sequence.restarted or sequence.is_swapped_out or sequence.num_to_import)
-        if sequence.num_preemptions and keeps_pages:
-            self._paused.push(self._order.key(sequence), sequence)
-        if self._by_rank is not None and not sequence.num_preemptions:
+        self._note_paused(sequence)
+        if self._by_rank is not None and not sequence.num_preemptions and not sequence.num_recoveries:
             self._by_rank.push((-sequence.request.priority, -sequence.arrival), sequence)
         self._load.add(sequence)
 
+    def push_first(self, sequence: Sequence) -> None:
+        """Puts in a sequence ahead of all lines, whatever the bounds."""
+        self._first[sequence.request.service_class].push((sequence.turn, sequence.arrival), sequence)
+        self._note_paused(sequence)
+        self._load.add(sequence)
+
+    def _note_paused(self, sequence: Sequence) -> None:
+        keeps_pages = not (sequence.restarted or sequence.is_swapped_out or sequence.num_to_import)
+        if sequence.num_preemptions and keeps_pages:
+            self._paused.push(self._order.key(sequence), sequence)
+
+    def hold(self, sequence: Sequence) -> bool:
+        """Lets a sequence wait without being promoted; False where it does not wait, or is held already."""
+        if sequence in self._held or not self.remove(sequence):
+            return False
+        self._held[sequence] = None
+        self._load.add(sequence)
+        return True
+
+    def release(self, sequence: Sequence) -> bool:
+        """Puts a held sequence ahead of all lines; False where it is not held."""
+        if sequence not in self._held:
+            return False
+        self.remove(sequence)
+        self.push_first(sequence)
+        return True
+
     def remove(self, sequence: Sequence) -> bool:
         """Takes a sequence out, from anywhere; False if it is not waiting."""
-        if not self._lines[sequence.request.service_class].remove(sequence):
+        name = sequence.request.service_class
+        if sequence in self._held:
+            del self._held[sequence]
+        elif not (self._first[name].remove(sequence) or self._lines[name].remove(sequence)):
             return False
         if self._by_rank is not None:
             self._by_rank.remove(sequence)
@@ -111,10 +154,14 @@ class WaitingQueue:
 
     def front(self) -> Sequence | None:
         """The next to be promoted, classes at their slot limit left out."""
-        fronts = [
-            front for name, line in self._lines.items() if (front := line.front()) and not self._class_is_full(name)
-        ]
-        return min(fronts, key=lambda front: front[0])[1] if fronts else None
+        places: tuple[Mapping[str, SequenceHeap | FairLine], ...] = (self._first, self._lines)
+        for lines in places[:1] if self._held else places:
+            fronts = [
+                front for name, line in lines.items() if (front := line.front()) and not self._class_is_full(name)
+            ]
+            if fronts:
+                return min(fronts, key=lambda front: front[0])[1]
+        return None
 
     def paused(self) -> Sequence | None:
         """The first of those that kept their pages, unless its class is at its slot limit."""
@@ -124,7 +171,9 @@ class WaitingQueue:
     def would_lead(self, sequence: Sequence) -> bool:
         """Whether nobody that could be promoted waits ahead of `sequence`."""
         front = self.front()
-        return front is None or self._order.place(sequence) < self._order.place(front)
+        if front is None or front in self._first[front.request.service_class]:
+            return front is None
+        return self._order.place(sequence) < self._order.place(front)
 
     def displaceable(self, sequence: Sequence) -> Sequence | None:
         """Whose place a refused `sequence` may take, where displacement is on.

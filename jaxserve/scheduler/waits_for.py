@@ -12,6 +12,8 @@ class WaitsFor(StrEnum):
     """All are held."""
     PREEMPTION = "preemption"
     """Somebody lost slot or pages since the plan before: nobody is promoted into what was given back."""
+    RELEASE = "release"
+    """A step has failed, and others are tried alone meanwhile."""
     CLASS = "class"
     """All that wait are of service classes at their slot limit."""
     BATCH = "batch"

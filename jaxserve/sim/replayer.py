@@ -24,9 +24,13 @@ from jaxserve.scheduler import Scheduler, StepPlan, StepResult
 from jaxserve.scheduler.trace_reader import (
     AbortEvent,
     AddEvent,
+    BudgetEvent,
     EventsRecord,
     ExpireEvent,
+    HoldEvent,
     IterationRecord,
+    RecoverEvent,
+    ReleaseEvent,
     ResetEvent,
     StarveEvent,
     TraceEvent,
@@ -142,8 +146,8 @@ class Replayer:
     def feed(self, record: EventsRecord) -> Difference | None:
         """Repeats the calls that a record tells of and compares; nothing may be fed after a difference."""
         instants = (record.now, *record.in_flight) if isinstance(record, IterationRecord) else record.in_flight
-        for call in _calls(record.events):
-            if not self._plan_until(call[0].num_plans, instants):
+        for call, known in _with_instants(record.events, instants):
+            if not self._plan_until(call[0].num_plans, known):
                 return self._no_plan(record)
             self._repeat(call)
         if not self._plan_until(self._num_updated + len(instants), instants):
@@ -184,10 +188,19 @@ class Replayer:
                 self._scheduler.add_all(requests, event.now)
                 self._scheduler.take_events()
             case AbortEvent() if event.reason is not FinishReason.DISPLACED:
-                self._scheduler.abort(event.request_id, event.now, event.reason)
+                self._scheduler.abort(event.request_id, event.now, event.reason, forgets=event.forgets)
                 self._scheduler.take_events()
             case ResetEvent():
                 self._scheduler.reset_prefix_cache(event.now)
+            case RecoverEvent():
+                self._scheduler.recover(event.now, keeps_cache=event.keeps_cache)
+                self._in_flight.clear()
+            case HoldEvent():
+                self._scheduler.hold(event.request_id, event.now)
+            case ReleaseEvent():
+                self._scheduler.release(event.request_id, event.now)
+            case BudgetEvent():
+                self._scheduler.limit_budget(event.num_tokens, event.now)
             case ExpireEvent():
                 # One call of `schedule` may expire several and make a plan too.
                 if not self._expired:
@@ -251,6 +264,18 @@ def _calls(events: tuple[TraceEvent, ...]) -> Iterator[tuple[TraceEvent, ...]]:
         count = event.num_together if isinstance(event, AddEvent) else 1
         yield events[first : first + count]
         first += count
+
+
+def _with_instants(
+    events: tuple[TraceEvent, ...], instants: tuple[float, ...]
+) -> Iterator[tuple[tuple[TraceEvent, ...], tuple[float, ...]]]:
+    """Each call, with the instants of the plans from the oldest not updated on: a recovery tells of those it ends."""
+    found = []
+    for call in reversed(list(_calls(events))):
+        if isinstance(call[0], RecoverEvent):
+            instants = call[0].in_flight
+        found.append((call, instants))
+    return reversed(found)
 
 
 def _request(event: AddEvent, tokens: DummyTokens) -> Request:

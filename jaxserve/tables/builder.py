@@ -113,6 +113,14 @@ class TableBuilder:
         self._last: _Decoded | None = None
         self._last_floats: dict[int, tuple[bytes, NDArray[np.float32]]] = {}  # by sample rows
 
+    def reset(self) -> None:
+        """Forgets the last plan, which is not to be run; the next one places every request of its rows."""
+        self._last = None
+
+    def pages_of(self, slot: int, count: int) -> frozenset[int]:
+        """A slot's first `count` pages in each group, but those that were given back; for faults on purpose."""
+        return frozenset(self._pages[:, slot, :count].ravel().tolist()) - {0}
+
     def layout(self, bucket: Bucket) -> TableLayout:
         """The bucket's field places."""
         layout = self._layouts.get(bucket)

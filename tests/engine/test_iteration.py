@@ -15,6 +15,7 @@ from jaxserve.engine.grammar_state import GrammarStates
 from jaxserve.engine.iteration import Iterations
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
+from jaxserve.engine.step_recovery import StepRecovery
 from jaxserve.engine.validation import ModelLimits
 from jaxserve.scheduler import Scheduler, StepResult
 from jaxserve.tables import Bucket
@@ -65,13 +66,14 @@ class Device:
         self.calls.append(("collect", handle.plan.iteration))
         assert handle.outputs is not None
         token, plan = self.tokens[handle.plan.iteration], handle.plan
-        return SimpleNamespace(result=StepResult((token,) * len(plan.decode), (token,) * len(plan.prefill)))
+        result = StepResult((token,) * len(plan.decode), (token,) * len(plan.prefill))
+        return SimpleNamespace(result=result, broken_decode=(), broken_prefill=())
 
 
 class Loop:
     """The loop on a `Device`; `outputs` are the tokens that reached each request, with its end."""
 
-    def __init__(self, *tokens, overlap=True):
+    def __init__(self, *tokens, overlap=True, alone=True):
         self.device = Device([*tokens, *[END] * 9])
         self.scheduler = Scheduler(make_config(max_steps_ahead=int(overlap)))
         self.metrics = EngineMetrics("m")
@@ -82,6 +84,7 @@ class Loop:
         self.delivery = Delivery(self.scheduler, self.metrics, self.monitor, grammars, None)
         self.now = 0.0
         self.outputs = {}
+        lock = threading.RLock()
         self.iterations = Iterations(
             self.scheduler,
             self.device,
@@ -89,8 +92,17 @@ class Loop:
             self.delivery,
             self.metrics,
             self.monitor,
+            StepRecovery(
+                self.scheduler,
+                self.device,
+                self.delivery,
+                self.metrics,
+                lock=lock,
+                clock=self._clock,
+                alone=alone,
+            ),
             cached=False,
-            lock=threading.RLock(),
+            lock=lock,
             clock=self._clock,
             on_step=self.scheduler.check_invariants,
         )
@@ -204,7 +216,7 @@ def test_what_is_in_flight_of_an_aborted_request_is_dropped_though_its_id_and_sl
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_step_that_cannot_be_started_loses_no_token_of_those_before_it(overlap):
-    loop = Loop(1, 2, 3, overlap=overlap)
+    loop = Loop(1, 2, 3, overlap=overlap, alone=False)
     loop.add("a", max_tokens=3)
     loop.device.fault_at = 2
     with pytest.raises(RuntimeError, match="no memory"):

@@ -213,11 +213,38 @@ def test_a_vanishing_top_p_keeps_the_likeliest(sample, top_p):
     np.testing.assert_array_equal(sample(x, make_state(), columns(8, top_p=top_p)), np.argmax(x, -1))
 
 
-def test_whatever_the_logits_an_id_of_the_vocabulary_comes_back(sample):
-    for value in (np.nan, np.inf, -np.inf, 3e38):
+def test_finite_logits_and_minus_infinity_give_an_id_of_the_vocabulary(sample):
+    for value in (-np.inf, 3e38):
         x = jnp.full((4, VOCAB), value, jnp.float32)
         tokens = np.asarray(sample(x, make_state(), columns(4, temperature=[0, 1, 1, 1], top_p=[1, 1, 0.5, 1])))
         assert ((tokens >= 0) & (tokens < VOCAB)).all()
+
+
+SETTINGS = {
+    "greedy": {"temperature": 0},
+    "drawn": {"top_p": 0.9},
+    "edited": {"flags": FLAG_LIVE | FLAG_EDITS},
+    "masked": {"flags": FLAG_LIVE | FLAG_MASKED},
+}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_row_of_broken_logits_says_so_and_its_neighbours_are_as_ever(sample, name, value):
+    x, settings = logits(4, 3), columns(4, **SETTINGS[name])
+    masks = jnp.tile(mask_of(range(0, VOCAB, 2)), (4, 1))
+    want = np.asarray(sample(x, make_state(), settings, masks)).tolist()
+    for broken in (np.array([18]), np.arange(VOCAB)):
+        found = np.asarray(sample(x.at[2, broken].set(value), make_state(), settings, masks)).tolist()
+        assert found == [*want[:2], sampler.NOT_A_NUMBER, want[3]]
+
+
+def test_a_penalty_that_makes_a_logit_infinite_breaks_no_row(sample):
+    x = np.full((1, VOCAB), 1e30, np.float32)
+    state = make_state()
+    state = state._replace(prompt_mask=state.prompt_mask.at[0].set(True))
+    settings = columns(1, flags=FLAG_LIVE | FLAG_EDITS, slot=[0], repetition_penalty=1e-10, temperature=0)
+    assert np.asarray(sample(jnp.asarray(x), state, settings))[0] >= 0
 
 
 def test_barred_ids_are_never_drawn_whatever_else_edits_the_row(sample):
@@ -322,16 +349,17 @@ def test_the_first_of_the_largest_is_taken_wherever_it_lies(vocab):
         rows[row, -1] = 9 if row % 2 else np.nan
     rows[26, vocab // 2] = -np.inf
     rows[27, vocab // 2 :] = -1e35
-    found = jax.jit(sampler.first_largest)(rows)
+    found, values = jax.jit(sampler.first_largest)(rows)
     assert found.dtype == jnp.int32
     assert found.tolist() == rows.argmax(axis=-1).tolist()
+    np.testing.assert_array_equal(values, rows.max(axis=-1))
 
 
 def test_an_infinity_beside_nan_gives_one_of_the_two():
     row = np.zeros((1, 1000), np.float32)
     row[0, [300, 301, 700]] = np.inf, -np.inf, np.nan
-    assert sampler.first_largest(row)[0] in (300, 700)
-    assert sampler.first_largest(row[:, :600])[0] == 300
+    assert sampler.first_largest(row)[0][0] in (300, 700)
+    assert sampler.first_largest(row[:, :600])[0][0] == 300
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

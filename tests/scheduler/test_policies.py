@@ -294,9 +294,9 @@ def test_a_class_target_does_not_hold_for_the_class_s_own_prompts() -> None:
         make_config(service_classes=(ServiceClass("quick", itl_target_s=6.0),)), settled_model(), {"quick": 1}
     )
     quick = Sequence(make_request("q", 30, service_class="quick"), 0, 0.0)
-    assert choice.choose([quick], num_decode=2) == [(quick, 8)]
+    assert choice.choose([quick], num_decode=2, budget=16) == [(quick, 8)]
     plain = Sequence(make_request("p", 30), 1, 0.0)
-    assert choice.choose([plain], num_decode=2) == [(plain, 4)]
+    assert choice.choose([plain], num_decode=2, budget=16) == [(plain, 4)]
 
 
 def settled_model() -> StepTimeModel:

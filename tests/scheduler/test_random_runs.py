@@ -10,6 +10,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -23,6 +25,9 @@ from jaxserve.config.policy_config import (
     VICTIMS,
 )
 from jaxserve.core import Request, SamplingParams
+from jaxserve.scheduler import TraceWriter
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.sim.replayer import replay
 from tests.scheduler.harness import STOP_ID, Harness, make_config, make_request
 from tests.scheduler.test_properties import CLASSES, expected_output, sample
 
@@ -114,7 +119,28 @@ CHANGES: dict[str, Callable[[SchedulerConfig, int], SchedulerConfig]] = {
 """What of a sequence the layers see: one group that sees all, one with a window, or several groups."""
 
 
-def live(seed: int, *, swaps: bool = True, steps: bool = True, layers: str = "full") -> Harness:
+def disturb(harness: Harness, rng: random.Random) -> None:
+    """A failed step, a request held or released, or another token budget; mostly nothing."""
+    scheduler, chance = harness.scheduler, rng.random()
+    if chance < 0.06:
+        harness.fail(keeps_pool=rng.random() < 0.5)
+    elif chance < 0.10 and scheduler.num_waiting > len(scheduler.held_ids):
+        waiting = [name for name in scheduler.waiting_ids if name not in scheduler.held_ids]
+        assert scheduler.hold(rng.choice(waiting), harness.now)
+    elif chance < 0.20 and scheduler.held_ids:
+        assert scheduler.release(rng.choice(scheduler.held_ids), harness.now)
+    elif chance < 0.24:
+        scheduler.limit_budget(rng.randint(1, harness.config.max_num_batched_tokens), harness.now)
+    scheduler.check_invariants()
+
+
+def settle(harness: Harness) -> None:
+    """Nobody is held any more."""
+    for name in harness.scheduler.held_ids:
+        assert harness.scheduler.release(name, harness.now)
+
+
+def live(seed: int, *, swaps: bool = True, steps: bool = True, layers: str = "full", failures: bool = False) -> Harness:
     """One run to its end, checked."""
     rng = random.Random(seed)
     config = draw_config(rng)
@@ -124,6 +150,7 @@ def live(seed: int, *, swaps: bool = True, steps: bool = True, layers: str = "fu
     if harness.config.max_decode_steps > 1:
         harness.measure()
     admitted: dict[str, Request] = {}
+    disturbances = random.Random(f"failures {seed}")
     for moment in range(60):
         if rng.random() < 0.6 and moment < 45:
             request = draw_request(rng, f"r{moment}", harness)
@@ -131,7 +158,10 @@ def live(seed: int, *, swaps: bool = True, steps: bool = True, layers: str = "fu
                 admitted[request.request_id] = request
         if admitted and rng.random() < 0.03:
             harness.abort(rng.choice(list(admitted)))
+        if failures:
+            disturb(harness, disturbances)
         harness.step()
+    settle(harness)
     harness.run()
     assert set(harness.ends) == set(admitted)
     for request_id, request in admitted.items():
@@ -144,15 +174,18 @@ def live(seed: int, *, swaps: bool = True, steps: bool = True, layers: str = "fu
     return harness
 
 
-def lives(seeds: range, *, layers: str = "full") -> Counter[str]:
+def lives(seeds: range, *, layers: str = "full", failures: bool = False) -> Counter[str]:
     """What happened in all of them together."""
     total: Counter[str] = Counter()
     for seed in seeds:
         try:
-            harness = live(seed, layers=layers)
+            harness = live(seed, layers=layers, failures=failures)
+            if failures:
+                assert_replays(harness)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         counters = harness.scheduler.counters
+        total["recoveries"] += counters.recoveries
         total["preemptions"] += counters.preemptions
         total["recomputed_tokens"] += counters.recomputed_tokens
         total["swapped_pages"] += counters.swapped_pages
@@ -162,6 +195,19 @@ def lives(seeds: range, *, layers: str = "full") -> Counter[str]:
         total["passed_pages"] += passed_pages(harness)
         total["of_several_steps"] += sum(plan.num_steps > 1 for plan in harness.plans)
     return total
+
+
+def assert_replays(harness: Harness) -> None:
+    """What was recorded is decided again."""
+    harness.scheduler.flush_trace()
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "trace.jsonl")
+        writer = TraceWriter(path, config=harness.config)
+        for record in harness.records:
+            writer(record)
+        writer.close()
+        report = replay(TraceReader(path))
+    assert report.difference is None, str(report.difference)
 
 
 def passed_pages(harness: Harness) -> int:
@@ -187,6 +233,13 @@ def test_so_it_does_where_every_layer_has_a_window() -> None:
 def test_so_it_does_where_layers_lie_in_groups() -> None:
     total = lives(range(350), layers="groups")
     assert all(total[name] > 30 for name in NAMES), total
+
+
+@pytest.mark.parametrize("layers", CHANGES)
+def test_so_it_does_where_steps_fail_requests_are_held_and_budgets_change(layers: str) -> None:
+    total = lives(range(5000, 5150), layers=layers, failures=True)
+    names = ("recoveries", "recomputed_tokens", "swapped_pages", "cached_tokens", "of_several_steps")
+    assert all(total[name] > 20 for name in names), total
 
 
 @pytest.mark.parametrize("seed", [415, 827, 10631, 11633, 12096, 12232, 20482])
