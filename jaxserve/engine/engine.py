@@ -112,6 +112,8 @@ class Engine:
         self.scheduler = Scheduler(self.runner.scheduler_config, trace=self._trace)
         self.metrics = EngineMetrics(self.model_name)
         self.metrics.show_load(lambda: self.load)
+        if self._trace is not None:
+            self.metrics.show_trace_errors(lambda trace=self._trace: trace.num_errors)
         self.monitor = EngineMonitor(self.scheduler, self.model_name)
         self.draw_seed: Callable[[], int] = partial(
             (secrets.SystemRandom() if config.seed is None else random.Random(config.seed)).getrandbits, 64

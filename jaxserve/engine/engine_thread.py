@@ -31,6 +31,7 @@ from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.monitor import RequestListener
 from jaxserve.engine.open_streams import OpenStreams
 from jaxserve.engine.watchdog import StepClock, Watchdog, look_period_s
+from jaxserve.faults import failpoint
 
 EngineFactory = Callable[[EngineConfig, Progress], Engine]
 
@@ -146,6 +147,8 @@ class EngineThread:
             self._lifecycle.move(READY)
             while not self._stopping:
                 self._steps.working()
+                if engine.has_work:
+                    failpoint("engine.step")
                 stepped = engine.step()
                 if stepped or not engine.has_work:
                     self._got_on(engine)

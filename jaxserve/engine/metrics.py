@@ -108,6 +108,7 @@ class EngineMetrics:
         )
         self._step_age = gauge("step_age_seconds", "Seconds since the last progress while there is work, else 0.")
         self._stuck = counter("engine_stuck", "Times that a step took longer than step_timeout_s.")
+        self._trace_errors = gauge("trace_write_errors", "1 once trace_file could not be written and ended early.")
         self._resumed = counter("engine_resumed", "Times that such a step came back, and the engine went on.")
         self._startup_s = self._by_stage(
             "startup_seconds", "What loading weights and compiling or loading programs took."
@@ -136,6 +137,10 @@ class EngineMetrics:
             gauge = self._state.labels(**self._labels, state=name)
             gauge.set_function(lambda name=name: float(read_state() == name))
         self._step_age.set_function(read_age_s)
+
+    def show_trace_errors(self, read: Callable[[], int]) -> None:
+        """What the gauge of traces that ended early shows from now on; `read` is called on any thread."""
+        self._trace_errors.set_function(read)
 
     def stuck(self) -> None:
         """A step takes too long."""

@@ -71,6 +71,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection
+from jaxserve.faults import InjectedFault, failpoint
 from jaxserve.scheduler.page_ordinals import PageOrdinals
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
@@ -281,10 +282,14 @@ class TraceWriter:
       path: overwritten.
       model: name of the model, for the header.
       config: the scheduler's settings, for the header.
+
+    Attributes:
+      num_errors: 1 once the trace has ended early.
     """
 
     def __init__(self, path: str | Path, *, model: str = "", config: SchedulerConfig | None = None) -> None:
         self._path = Path(path)
+        self.num_errors = 0
         self._file: FileIO | None = FileIO(self._path, "w")  # unbuffered: what happened before a crash is there
         settings = None if config is None else asdict(config)
         if settings and not settings["group_windows"]:
@@ -305,9 +310,11 @@ class TraceWriter:
         if self._file is None:
             return
         try:
+            failpoint("trace.write")
             line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")
             while line:
                 line = line[self._file.write(line) :]
-        except OSError as error:
+        except (OSError, InjectedFault) as error:
             logger.error("trace_file %s ends here: %s", self._path, error)
+            self.num_errors += 1
             self.close()
