@@ -81,8 +81,9 @@ if TYPE_CHECKING:
     from jaxserve.scheduler.state import Flight
 
 SCHEMA_VERSION = 4
-READABLE_VERSIONS = (3, SCHEMA_VERSION)
-"""A trace of version 3 is one in which no iteration has several steps."""
+SNAPSHOT_VERSION = 5
+READABLE_VERSIONS = (3, SCHEMA_VERSION, SNAPSHOT_VERSION)
+"""A trace of version 3 is one in which no iteration has several steps; one of version 5 may begin with a snapshot."""
 MAX_EVENTS = 256
 """So many events without an iteration make a record; what came of one call is in one record all the same."""
 
@@ -282,19 +283,29 @@ class TraceWriter:
       path: overwritten.
       model: name of the model, for the header.
       config: the scheduler's settings, for the header.
+      died: of an engine that died: what the header says of that; the trace may then begin with a snapshot.
 
     Attributes:
       num_errors: 1 once the trace has ended early.
     """
 
-    def __init__(self, path: str | Path, *, model: str = "", config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        model: str = "",
+        config: SchedulerConfig | None = None,
+        died: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path = Path(path)
         self.num_errors = 0
         self._file: FileIO | None = FileIO(self._path, "w")  # unbuffered: what happened before a crash is there
         settings = None if config is None else asdict(config)
         if settings and not settings["group_windows"]:
             del settings["group_windows"]  # as long as layers are one group, older versions can read it
-        self._write({"kind": "header", "schema_version": SCHEMA_VERSION, "model": model, "config": settings})
+        version = SCHEMA_VERSION if died is None else SNAPSHOT_VERSION
+        header = {"kind": "header", "schema_version": version, "model": model, "config": settings}
+        self._write(header if died is None else header | {"died": died})
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Writes one record."""
@@ -318,3 +329,17 @@ class TraceWriter:
             logger.error("trace_file %s ends here: %s", self._path, error)
             self.num_errors += 1
             self.close()
+
+
+def both(
+    first: Callable[[dict[str, Any]], None] | None, second: Callable[[dict[str, Any]], None] | None
+) -> Callable[[dict[str, Any]], None] | None:
+    """A sink that gives every record to both; None where there is neither."""
+    if first is None or second is None:
+        return first or second
+
+    def give(record: dict[str, Any]) -> None:
+        first(record)
+        second(record)
+
+    return give
