@@ -34,9 +34,12 @@ def main(argv: Sequence[str]) -> int:
     if others and not flags.perfetto:
         exit_with("--with_trace is given without --perfetto, into which it is drawn; give both")
     try:
-        report = _replay(TraceReader(flags.trace), flags.output, flags.perfetto, list(map(TraceReader, others)))
+        reader = TraceReader(flags.trace)
+        report = _replay(reader, flags.output, flags.perfetto, list(map(TraceReader, others)))
     except (OSError, ValueError) as error:
         exit_with(str(error))
+    if reader.header.died_of:
+        print(f"note: the engine died of {reader.header.died_of.splitlines()[0]}")
     _tell(report)
     return 0 if report.difference is None else 1
 
@@ -53,7 +56,12 @@ def _replay(
     with ExitStack() as files:
         writer = exporter = None
         if output:
-            writer = files.enter_context(closing(TraceWriter(output, model=header.model, config=header.config)))
+            died = {"error": header.died_of} if header.died_of else None
+            writer = files.enter_context(
+                closing(TraceWriter(output, model=header.model, config=header.config, died=died))
+            )
+            if header.snapshot is not None:
+                writer(header.snapshot)
         if perfetto:
             file = files.enter_context(open(perfetto, "w", encoding="utf-8"))
             exporter = files.enter_context(closing(PerfettoWriter(file, header)))

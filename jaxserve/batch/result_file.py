@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.batch.records import ID_PREFIX, RequestLine, Result, parse_result
+from jaxserve.faults import failpoint
 
 SYNC_PERIOD_S = 10.0
 _BEGINNING = f'{{"id":"{ID_PREFIX}'.encode()
@@ -117,6 +118,7 @@ class ResultFile:
         """
         left = memoryview(line)
         try:
+            failpoint("batch.write")
             while left:
                 left = left[os.write(self._fd, left) :]
             self._size += len(line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.config.checks import at_least, one_of, positive
+from jaxserve.config.checks import at_least, not_negative, one_of, positive
 from jaxserve.config.hosts_config import check_hosts
 from jaxserve.config.policy_config import POLICY_FIELDS, SWAPPING_PREEMPTIONS, PolicyConfig
 
@@ -177,6 +177,10 @@ class EngineConfig(PolicyConfig):
       control_address: where process 0 takes the other processes' connections; None: the port after the coordinator's.
       host_token_file: with the token they share; None: it is in the environment, see `hosts_config`.
       host_timeout_s: seconds after which a process that gives no sign of life is lost.
+      step_timeout_s: seconds without a step, while there is work, until the engine is stuck; 0: never.
+      stuck_exit_s: further seconds until a stuck engine is dead; 0: never.
+      startup_timeout_s: seconds without progress until a start has failed; 0: never.
+      crash_dump_dir: folder for a trace of the last iterations of an engine that dies; None: none is kept.
       disaggregation: "prefill" computes prompts for other engines, "decode" has prompts computed by others, "none"
         neither.
     """
@@ -226,6 +230,10 @@ class EngineConfig(PolicyConfig):
     host_token_file: str | None = None
     host_timeout_s: float = 30.0
     trace_file: str | None = None
+    step_timeout_s: float = 60.0
+    stuck_exit_s: float = 60.0
+    startup_timeout_s: float = 1800.0
+    crash_dump_dir: str | None = None
     disaggregation: str = "none"
 
     def __post_init__(self) -> None:
@@ -253,6 +261,8 @@ class EngineConfig(PolicyConfig):
                 " leave weight_dtype out, or use dtype float32"
             )
         one_of("disaggregation", self.disaggregation, DISAGGREGATIONS)
+        for name in ("step_timeout_s", "stuck_exit_s", "startup_timeout_s"):
+            not_negative(name, getattr(self, name))
         self._check_lora()
         check_hosts(self)
         if self.max_model_len is not None:

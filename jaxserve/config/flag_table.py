@@ -39,6 +39,7 @@ from jaxserve.config.plan_flags import PLAN_FLAGS, PLANNED
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
 from jaxserve.config.router_flags import ROUTER_FLAGS, ROUTING_FLAGS
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER, TOOL_CALL_PARSERS
+from jaxserve.config.watch_flags import DEATH_FLAGS, HEADING, WATCH_FLAGS
 from jaxserve.faults import ALLOW_VARIABLE
 
 ENGINE_COMMANDS = frozenset({"server", "batch"})
@@ -300,6 +301,8 @@ FLAGS: tuple[Flag, ...] = (
         ("compile_cache", _TEXT, "folder of compiled programs; empty: none; default: under the cache folder"),
     ),
     *_engine("Several hosts", *HOSTS_FLAGS),
+    *_engine(HEADING, *WATCH_FLAGS),
+    *DEATH_FLAGS,
     *SERVER_NETWORK_FLAGS,
     *DISAGGREGATION_FLAGS,
     Flag(

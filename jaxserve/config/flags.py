@@ -106,7 +106,7 @@ def engine_config_from_flags(values: absl_flags.FlagValues) -> EngineConfig:
     settings: dict[str, Any] = {
         field.name: values[field.name].value for field in fields(EngineConfig) if field.name in values
     }
-    for name in ("tokenizer", "chat_template", "served_model_name", "trace_file", *_HOST_TEXTS):
+    for name in ("tokenizer", "chat_template", "served_model_name", "trace_file", "crash_dump_dir", *_HOST_TEXTS):
         settings[name] = settings[name] or None
     try:
         return EngineConfig(**settings)

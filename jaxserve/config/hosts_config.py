@@ -20,6 +20,7 @@ LOCAL_SETTINGS = frozenset(
         *("host_token_file", "host_timeout_s", "model", "tokenizer", "chat_template", "skip_tokenizer_init"),
         *("served_model_name", "seed", "compile_cache", "trace_file", "lora_modules", "service_classes"),
         *("max_queue_requests", "max_queue_tokens", "max_grammar_bytes"),
+        *("step_timeout_s", "stuck_exit_s", "startup_timeout_s", "crash_dump_dir"),
     }
 )
 """Settings in which the processes of an engine may differ; all others are part of what they must agree on."""

@@ -76,6 +76,10 @@ class EngineDeadError(JaxserveError):
     """The engine loop ended with an exception; only a restart helps."""
 
 
+class EngineStuckError(JaxserveError):
+    """The engine has work and makes no progress: a step has not come back in time, or a start goes no further."""
+
+
 class HostLostError(JaxserveError):
     """Another process that holds the model too is gone, hung, or computed something else."""
 

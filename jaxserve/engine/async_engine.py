@@ -1,30 +1,25 @@
 """AsyncEngine: an Engine in a thread of its own, for asyncio servers.
 
-States: loading -> warming_up -> ready -> draining -> stopped; dead from anywhere, by an exception in
-the thread. `submit` decides at once, in the caller's thread: a full queue is answered in microseconds,
-however long the running step takes. A dead engine fails every open stream and every later submit.
+`submit` decides at once, in the caller's thread: a full queue is answered in microseconds, however long the running
+step takes. Of a stuck or dead engine every open stream fails, and every later submit; `engine_thread` has when that is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
-from absl import logging
 
-from jaxserve.config import EngineConfig
 from jaxserve.core import (
     NO_TERMS,
-    EngineDeadError,
+    EngineStuckError,
     EngineTotals,
     EngineView,
-    JaxserveError,
-    NotReadyError,
+    FinishReason,
     Recording,
     RejectedError,
     Rejection,
@@ -35,70 +30,19 @@ from jaxserve.core import (
     Submission,
     Terms,
 )
-from jaxserve.engine.engine import Engine, Progress, Sink
+from jaxserve.engine.engine import Sink
+from jaxserve.engine.engine_thread import EngineThread
+from jaxserve.engine.lifecycle import DEAD, DRAINING, STUCK
 from jaxserve.engine.live_adapters import LiveAdapters
-from jaxserve.engine.metrics import EngineLoad, EngineMetrics
-from jaxserve.engine.monitor import RequestListener
+from jaxserve.engine.metrics import EngineLoad
 from jaxserve.engine.output_processor import OutputDelta
 from jaxserve.engine.stream import RequestStream
 from jaxserve.engine.validation import check_num_choices
 from jaxserve.text import CompiledGrammar, Tokenizer
 
-EngineFactory = Callable[[EngineConfig, Progress], Engine]
 
-
-class AsyncEngine:
-    """Starts loading in its thread on `start`; usable once `state` is "ready".
-
-    Args:
-      config: engine settings.
-      progress: told of loading and warm-up, on the engine's thread.
-      factory: makes the engine; tests put faults in here.
-      on_request_end: told of every end and refusal; see `monitor.RequestListener`.
-      trace_buffer: iterations that `recording` and `view` can show.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        progress: Progress | None = None,
-        factory: EngineFactory | None = None,
-        on_request_end: RequestListener | None = None,
-        trace_buffer: int = 0,
-    ) -> None:
-        self.config = config
-        self.model_root = config.model
-        self.state = "loading"
-        self.progress: tuple[int, int, str] = (0, 0, "loading")
-        self.error: BaseException | None = None
-        self.created = int(time.time())
-        self._on_progress = progress
-        self._factory = factory or (lambda config, progress: Engine(config, progress=progress))
-        self._on_request_end = on_request_end
-        self._trace_buffer = trace_buffer
-        self._engine: Engine | None = None
-        self._work = threading.Condition()
-        self._stopping = False
-        self._streams: dict[str, RequestStream] = {}
-        self._streams_lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        """Begins loading and warm-up; returns at once."""
-        self._thread.start()
-
-    @property
-    def engine(self) -> Engine:
-        """The engine.
-
-        Raises:
-          NotReadyError: the model is still loading.
-        """
-        if self._engine is None:
-            self._raise_unless_ready()
-            raise NotReadyError("the model is loading")
-        return self._engine
+class AsyncEngine(EngineThread):
+    """An `EngineThread` with a stream per request, for the event loop that submits it."""
 
     @property
     def model_name(self) -> str:
@@ -121,11 +65,6 @@ class AsyncEngine:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.engine.tokenizer
-
-    @property
-    def metrics(self) -> EngineMetrics:
-        """The engine's metrics."""
-        return self.engine.metrics
 
     @property
     def load(self) -> EngineLoad:
@@ -220,7 +159,11 @@ class AsyncEngine:
             raise
         opened = [self._open(submission) for submission in submissions]
         streams = [stream for stream, _ in opened]
-        self._register(streams)
+        taken = self._streams.register(streams)
+        if taken is not None:
+            engine.metrics.rejected("duplicate_id")
+            message = f"request_id {taken!r} is live; use another or wait for its end"
+            raise RejectedError(Rejection("duplicate_id", message))
         arrivals: list[tuple[Request, int, Sink]] = []
         for (stream, live), choices in zip(opened, requests, strict=True):
             live.update(dict.fromkeys(request.request_id for request in choices))
@@ -233,18 +176,17 @@ class AsyncEngine:
         except (ValueError, RejectedError):
             for stream, live in opened:
                 live.clear()
-                self._forget(stream)
+                self._streams.forget(stream)
             raise
-        if self.state == "dead":
+        if self.state in (STUCK, DEAD):  # since this began
             for stream in streams:
-                stream.fail(self._dead_error())
+                stream.fail(self._not_going_on())
         self.wake()
         return streams
 
     def abort(self, request_id: str) -> bool:
         """Ends a live request; False when there is none of that id."""
-        with self._streams_lock:
-            stream = self._streams.get(request_id)
+        stream = self._streams.find(request_id)
         if stream is None:
             return False
         stream.cancel()
@@ -258,93 +200,15 @@ class AsyncEngine:
         Returns:
           Whether everything finished in time.
         """
-        if self.state == "ready":
-            self.state = "draining"
+        self._lifecycle.move(DRAINING)
         end = time.monotonic() + grace_s
-        while self._live() and time.monotonic() < end and self.state == "draining":
+        while self._streams.all() and time.monotonic() < end and self.state == DRAINING:
             await asyncio.sleep(0.02)
-        left = self._live()
+        left = self._streams.all()
         for stream in left:
             stream.fail(RequestFailedError("the server is shutting down; the request was cut short"))
             stream.cancel()
         return not left
-
-    def shutdown(self) -> None:
-        """Ends the thread; open streams fail."""
-        with self._work:
-            self._stopping = True
-            self._work.notify()
-        # One that died of another process may be inside a step that never ends.
-        if self.state != "dead" and self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=10)
-        for stream in self._live():
-            stream.fail(EngineDeadError("the engine was shut down"))
-        if self.state != "dead":
-            self.state = "stopped"
-
-    def _run(self) -> None:
-        try:
-            engine = self._factory(self.config, self._progressed)
-            engine.monitor.on_request_end = self._on_request_end
-            engine.monitor.keep(self._trace_buffer)
-            engine.on_lost(self._die)
-            self._engine = engine
-            self.state = "warming_up"
-            engine.warm_up()
-            self.state = "ready"
-            while not self._stopping:
-                if not engine.step():
-                    self._wait(engine)
-            engine.land()
-            engine.close()
-        except BaseException as error:
-            self._die(error)
-
-    def wake(self) -> None:
-        """A request was added to the engine itself."""
-        with self._work:
-            self._work.notify()
-
-    def _wait(self, engine: Engine) -> None:
-        with self._work:
-            if engine.has_work:  # nothing may run yet: a batch that is still filling
-                self._work.wait(timeout=0.001)
-            else:
-                self._work.wait_for(lambda: self._stopping or engine.has_work, timeout=1.0)
-
-    def _die(self, error: BaseException) -> None:
-        if self.state == "dead":  # on another thread, of the same cause
-            return
-        # A model or setting that does not fit is the operator's to mend: its message says how.
-        expected = self.state != "ready" and isinstance(error, ValueError | JaxserveError)
-        logging.error("engine died: %r", error, exc_info=None if expected else error)
-        self.error, self.state, self._stopping = error, "dead", True
-        for stream in self._live():
-            stream.fail(self._dead_error())
-        if self._engine is not None:
-            self._engine.close(error)
-
-    def _dead_error(self) -> EngineDeadError:
-        return EngineDeadError(f"the engine died: {type(self.error).__name__}; the server must be restarted")
-
-    def _progressed(self, stage: str, done: int, total: int, what: str) -> None:
-        self.progress = (done, total, f"{stage}: {what}")
-        if self._on_progress:
-            self._on_progress(stage, done, total, what)
-
-    def _raise_unless_ready(self) -> None:
-        if self.state == "dead":
-            raise self._dead_error()
-        if self.state in ("draining", "stopped"):
-            self.metrics.rejected("draining")
-            raise RejectedError(Rejection("draining", "the server is shutting down", retry_after_s=5.0))
-        if self.state != "ready":
-            done, total, what = self.progress
-            raise NotReadyError(f"the server is starting ({what}, {done} of {total})")
-
-    def _live(self) -> list[RequestStream]:
-        with self._streams_lock:
-            return list(self._streams.values())
 
     def _open(self, submission: Submission) -> tuple[RequestStream, dict[str, None]]:
         """A stream, and the ids of its choices that have not ended."""
@@ -354,38 +218,20 @@ class AsyncEngine:
             submission.prompt,
             list(submission.prompt_token_ids),
             submission.params.n,
-            lambda: self._cancel(live),
+            lambda: self._cancel(stream, live),
         )
         return stream, live
-
-    def _register(self, streams: Sequence[RequestStream]) -> None:
-        """Takes the ids of all streams or of none; raises RejectedError when one is live."""
-        named = {stream.request_id: stream for stream in streams}
-        with self._streams_lock:
-            taken = [request_id for request_id in named if request_id in self._streams]
-            if not taken and len(named) == len(streams):
-                self._streams.update(named)
-                return
-        self.engine.metrics.rejected("duplicate_id")
-        request_id = taken[0] if taken else next(iter(named))
-        raise RejectedError(
-            Rejection("duplicate_id", f"request_id {request_id!r} is live; use another or wait for its end")
-        )
 
     def _push(self, stream: RequestStream, live: dict[str, None], choice_id: str, delta: OutputDelta) -> None:
         # Forgotten first: a client that reads the end may reuse the id at once.
         if delta.finish_reason is not None:
             live.pop(choice_id, None)
             if not live:
-                self._forget(stream)
+                self._streams.forget(stream)
         stream.push(delta)
 
-    def _cancel(self, live: dict[str, None]) -> None:
+    def _cancel(self, stream: RequestStream, live: dict[str, None]) -> None:
         """Aborts the choices that have not ended; never another request that has taken over an id."""
+        reason = FinishReason.ERROR if isinstance(stream.error, EngineStuckError) else FinishReason.ABORT
         for choice_id in list(live):
-            self.engine.abort(choice_id)
-
-    def _forget(self, stream: RequestStream) -> None:
-        with self._streams_lock:
-            if self._streams.get(stream.request_id) is stream:
-                del self._streams[stream.request_id]
+            self.engine.abort(choice_id, reason)

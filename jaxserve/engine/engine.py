@@ -37,6 +37,7 @@ from jaxserve.core import (
     Submission,
 )
 from jaxserve.engine.adapters import Adapters
+from jaxserve.engine.crash_dump import CrashDump
 from jaxserve.engine.delivery import Delivery, Sink
 from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
 from jaxserve.engine.iteration import Iterations
@@ -52,6 +53,7 @@ from jaxserve.hosts import lead
 from jaxserve.loading import resolve_model
 from jaxserve.runtime import COMPILES, enable_compile_cache
 from jaxserve.scheduler import Scheduler, TraceWriter
+from jaxserve.scheduler.trace import both
 from jaxserve.text import CompiledGrammar, Tokenizer, load_tokenizer
 
 Progress = Callable[[str, int, int, str], None]
@@ -110,9 +112,14 @@ class Engine:
             if config.trace_file
             else None
         )
-        self.scheduler = Scheduler(self.runner.scheduler_config, trace=self._trace)
+        self._crash_dump = CrashDump(config.crash_dump_dir, self.model_name) if config.crash_dump_dir else None
+        self.scheduler = Scheduler(
+            self.runner.scheduler_config, trace=both(self._trace, self._crash_dump and self._crash_dump.ring)
+        )
         self.metrics = EngineMetrics(self.model_name)
         self.metrics.show_load(lambda: self.load)
+        if self._trace is not None:
+            self.metrics.show_trace_errors(lambda trace=self._trace: trace.num_errors)
         self.monitor = EngineMonitor(self.scheduler, self.model_name)
         self.draw_seed: Callable[[], int] = partial(
             (secrets.SystemRandom() if config.seed is None else random.Random(config.seed)).getrandbits, 64
@@ -346,8 +353,10 @@ class Engine:
         """Writes what is left of the trace and closes it; other processes end.
 
         Args:
-          error: what the engine died of.
+          error: what the engine died of; its last iterations are written, where they are kept.
         """
+        if error is not None and self._crash_dump is not None:
+            self._crash_dump.write(error, self.config, self.scheduler, self._lock)
         if self._trace:
             with self._lock:
                 self.scheduler.flush_trace()
@@ -365,4 +374,6 @@ class Engine:
             raise
 
     def _count_compiles(self) -> None:
+        if self._crash_dump is not None:
+            self._crash_dump.ring.after_update(self.scheduler)
         self.metrics.set_compiles(COMPILES.count)

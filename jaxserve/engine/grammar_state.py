@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from jaxserve.core import Request, RequestFailedError, StructuredOutputs, UnfollowableError
 from jaxserve.engine.validation import ModelLimits
 from jaxserve.engine.word_tail import WordTail
+from jaxserve.faults import failpoint
 from jaxserve.scheduler import StepPlan
 from jaxserve.scheduler.plan import StepResult
 from jaxserve.tables import Bucket
@@ -41,6 +42,7 @@ class GrammarState:
     """One request's place in its grammar, and how its output ends where words may not be completed.
 
     Attributes:
+      request_id: the request's.
       matcher: of the grammar, if there is one.
       ended: nothing can follow what was accepted.
       closed: the request is no longer live; rows of it may still be in flight.
@@ -52,6 +54,7 @@ class GrammarState:
     """
 
     def __init__(self, grammar: CompiledGrammar | None, request: Request, num_known: int, vocab_size: int) -> None:
+        self.request_id = request.request_id
         self.matcher = None if grammar is None else grammar.start()
         self.ended = False
         self.dropped = False
@@ -259,21 +262,36 @@ class GrammarStates:
         matchers = [(state.matcher, row) for row, state in rows if state.matcher is not None]
         try:
             if matchers:
+                failpoint("grammar.mask", request_ids=[state.request_id for _, state in rows])
                 self.compiler.fill_masks(matchers, masks)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # a panic of the Rust library is no Exception
-            # Half a step is on the device, and other requests have their part in it.
-            _fail_followers(state for _, state in rows)
-            for row, state in rows:
-                if state.failed:
-                    masks[row] = _EVERYTHING
+            self._fill_one_by_one(rows, masks)
         for row, state in rows:
             if not state.failed:
                 state.restrict(masks[row])
         self.times.masked_tokens += len(rows)
         self.times.mask_s += time.perf_counter() - began
         return masks
+
+    def _fill_one_by_one(self, rows: Rows, masks: NDArray[np.uint32]) -> None:
+        """After a failure of all together: only the requests that it is for end by it.
+
+        Half a step is on the device, and other requests have their part in it.
+        """
+        for row, state in rows:
+            if state.matcher is None:
+                continue
+            masks[row] = _EVERYTHING
+            try:
+                failpoint("grammar.mask", request_ids=[state.request_id])
+                self.compiler.fill_masks([(state.matcher, row)], masks)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:
+                _fail_followers([state])
+                masks[row] = _EVERYTHING
 
     def accept(self, rows: Rows, result: StepResult, bucket: Bucket) -> None:
         """Moves the states of `rows` on by the tokens that were sampled."""

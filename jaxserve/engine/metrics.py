@@ -13,6 +13,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from jaxserve.core import REJECTION_REASONS, FinishReason
+from jaxserve.engine.lifecycle import STATES
 from jaxserve.engine.output_processor import RequestState
 from jaxserve.engine.startup import StartupFigures
 
@@ -109,6 +110,16 @@ class EngineMetrics:
         self._token_budget = gauge("token_budget", "Most tokens of a step now; fewer than set when memory ran out.")
         self._compiles = counter("compiles", "Compilations of the process; constant after warm-up.")
         self._counted_compiles = 0
+        self._state = Gauge(
+            "jaxserve:engine_state",
+            "1 for the state that the engine is in, 0 for the others.",
+            [*self._labels, "state"],
+            registry=self.registry,
+        )
+        self._step_age = gauge("step_age_seconds", "Seconds since the last progress while there is work, else 0.")
+        self._stuck = counter("engine_stuck", "Times that a step took longer than step_timeout_s.")
+        self._trace_errors = gauge("trace_write_errors", "1 once trace_file could not be written and ended early.")
+        self._resumed = counter("engine_resumed", "Times that such a step came back, and the engine went on.")
         self._startup_s = self._by_stage(
             "startup_seconds", "What loading weights and compiling or loading programs took."
         )
@@ -129,6 +140,25 @@ class EngineMetrics:
         self._running.set_function(lambda: read().running)
         self._waiting.set_function(lambda: read().waiting)
         self._kv_usage.set_function(lambda: read().kv_usage)
+
+    def show_state(self, read_state: Callable[[], str], read_age_s: Callable[[], float]) -> None:
+        """What the gauges of the engine's state show from now on; both are called on any thread."""
+        for name in STATES:
+            gauge = self._state.labels(**self._labels, state=name)
+            gauge.set_function(lambda name=name: float(read_state() == name))
+        self._step_age.set_function(read_age_s)
+
+    def show_trace_errors(self, read: Callable[[], int]) -> None:
+        """What the gauge of traces that ended early shows from now on; `read` is called on any thread."""
+        self._trace_errors.set_function(read)
+
+    def stuck(self) -> None:
+        """A step takes too long."""
+        self._stuck.inc()
+
+    def resumed(self) -> None:
+        """It came back."""
+        self._resumed.inc()
 
     def queue_time(self, seconds: float) -> None:
         """A request was scheduled for the first time."""

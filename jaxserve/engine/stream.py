@@ -62,6 +62,11 @@ class RequestStream:
         """Prompt tokens found in the prefix cache by choice 0; known at its end."""
 
     @property
+    def error(self) -> BaseException | None:
+        """What it failed with."""
+        return self._error
+
+    @property
     def num_pending(self) -> int:
         """Choices with a delta that the reader has not taken."""
         return len(self._pending)

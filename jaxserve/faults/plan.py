@@ -27,6 +27,7 @@ from typing import Any
 ALLOW_VARIABLE = "JAXSERVE_ALLOW_FAULTS"
 """Environment variable that must be 1 where a fault plan is given."""
 PLACES = (
+    "engine.step",
     "runner.dispatch",
     "runner.sample",
     "runner.collect",
@@ -38,7 +39,8 @@ PLACES = (
     "trace.write",
     "batch.write",
 )
-"""Places that a fault may name: "runner" ones are passed once in an iteration."""
+"""Places that a fault may name: "runner" ones are passed once in an iteration; "engine.step" by the loop of an engine
+with a thread of its own, where nothing can be recovered: it dies of what is raised there."""
 KINDS = ("raise", "hang", "disk_full", "kill", "out_of_memory", "nan")
 """raise: an `InjectedFault`; hang: sleeps `seconds`; disk_full: OSError ENOSPC; kill: SIGKILL to the own process;
 out_of_memory, nan: the place is told, and does as a device without memory or with broken numbers would."""

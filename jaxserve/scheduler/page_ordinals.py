@@ -28,6 +28,7 @@ class PageOrdinals:
         self._scheduler = scheduler
         self._number_of: dict[bytes, int] = {}
         self._parent_of: dict[bytes, bytes | None] = {}  # of each numbered name: the name of the page before
+        self._tenant_of: dict[bytes, str] = {}  # of each numbered name without a page before
         self._num_told: dict[int, int] = {}  # by arrival: pages of it already numbered
         self._next = 0
         self._limit = _SLACK
@@ -42,7 +43,11 @@ class PageOrdinals:
         self._scheduler._name_pages(sequence, filled // self._scheduler.config.page_size)
         names, first = sequence.page_names, self._num_told.get(sequence.arrival, 0)
         self._num_told[sequence.arrival] = len(names)
-        return [self._number(names[index], names[index - 1] if index else None) for index in range(first, len(names))]
+        tenant = sequence.request.tenant
+        return [
+            self._number(names[index], names[index - 1] if index else None, tenant)
+            for index in range(first, len(names))
+        ]
 
     def last_of(self, sequence: Sequence) -> list[int]:
         """`new_of` for a sequence that has ended."""
@@ -50,13 +55,15 @@ class PageOrdinals:
         del self._num_told[sequence.arrival]
         return numbers
 
-    def _number(self, name: bytes, parent: bytes | None) -> int:
+    def _number(self, name: bytes, parent: bytes | None, tenant: str) -> int:
         number = self._number_of.get(name)
         if number is None:
             if len(self._number_of) >= self._limit:
                 self._forget(parent)
             number = self._number_of[name] = self._next
             self._parent_of[name] = parent
+            if parent is None:
+                self._tenant_of[name] = tenant
             self._next += 1
         return number
 
@@ -70,6 +77,7 @@ class PageOrdinals:
             kept.update(sequence.page_names)
         self._number_of = {name: number for name, number in self._number_of.items() if name in kept}
         self._parent_of = {name: parent for name, parent in self._parent_of.items() if name in kept}
+        self._tenant_of = {name: tenant for name, tenant in self._tenant_of.items() if name in kept}
         self._limit = 2 * len(self._number_of) + _SLACK
 
     def _keep(self, name: bytes | None, kept: set[bytes]) -> None:

@@ -76,6 +76,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Rejection
+from jaxserve.faults import InjectedFault, failpoint
 from jaxserve.scheduler.page_ordinals import PageOrdinals
 from jaxserve.scheduler.plan import StepPlan, StepResult
 from jaxserve.scheduler.sequence import NO_SLOT, Sequence
@@ -86,7 +87,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 5
 READABLE_VERSIONS = (3, 4, SCHEMA_VERSION)
-"""In a trace of version 4 no step has failed; in one of version 3, besides, no iteration has several steps."""
+"""A trace of version 4 begins with no snapshot, and no step has failed in it; in one of version 3, besides, no iteration
+has several steps."""
 MAX_EVENTS = 256
 """So many events without an iteration make a record; what came of one call is in one record all the same."""
 
@@ -306,15 +308,28 @@ class TraceWriter:
       path: overwritten.
       model: name of the model, for the header.
       config: the scheduler's settings, for the header.
+      died: of an engine that died: what the header says of that; the trace may then begin with a snapshot.
+
+    Attributes:
+      num_errors: 1 once the trace has ended early.
     """
 
-    def __init__(self, path: str | Path, *, model: str = "", config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        model: str = "",
+        config: SchedulerConfig | None = None,
+        died: Mapping[str, Any] | None = None,
+    ) -> None:
         self._path = Path(path)
+        self.num_errors = 0
         self._file: FileIO | None = FileIO(self._path, "w")  # unbuffered: what happened before a crash is there
         settings = None if config is None else asdict(config)
         if settings and not settings["group_windows"]:
             del settings["group_windows"]  # as long as layers are one group, older versions can read it
-        self._write({"kind": "header", "schema_version": SCHEMA_VERSION, "model": model, "config": settings})
+        header = {"kind": "header", "schema_version": SCHEMA_VERSION, "model": model, "config": settings}
+        self._write(header if died is None else header | {"died": died})
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Writes one record."""
@@ -330,9 +345,25 @@ class TraceWriter:
         if self._file is None:
             return
         try:
+            failpoint("trace.write")
             line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")
             while line:
                 line = line[self._file.write(line) :]
-        except OSError as error:
+        except (OSError, InjectedFault) as error:
             logger.error("trace_file %s ends here: %s", self._path, error)
+            self.num_errors += 1
             self.close()
+
+
+def both(
+    first: Callable[[dict[str, Any]], None] | None, second: Callable[[dict[str, Any]], None] | None
+) -> Callable[[dict[str, Any]], None] | None:
+    """A sink that gives every record to both; None where there is neither."""
+    if first is None or second is None:
+        return first or second
+
+    def give(record: dict[str, Any]) -> None:
+        first(record)
+        second(record)
+
+    return give

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,22 @@ from jaxserve.scheduler.waits_for import WaitsFor
 
 @dataclass(frozen=True, slots=True)
 class TraceHeader:
-    """What was recorded: the model's name and the scheduler's settings."""
+    """What was recorded: the model's name and the scheduler's settings.
+
+    Attributes:
+      snapshot: the state in which the trace begins, of one that an engine left when it died; None: a fresh one.
+      died_of: of such an engine; "" of others.
+    """
 
     model: str
     config: SchedulerConfig
+    snapshot: dict[str, Any] | None = None
+    died_of: str = ""
+
+    @property
+    def first_iteration(self) -> int:
+        """Number of the first iteration."""
+        return 0 if self.snapshot is None else int(self.snapshot["iteration"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +220,15 @@ class TraceReader:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self.truncated_line: int | None = None
-        first = next(self._lines(), None)
+        lines = self._lines()
+        first = next(lines, None)
         if first is None:
             raise ValueError(f"trace {self._path} holds no whole line; it must begin with a header; record it again")
         self.header = _header(first)
+        second = next(lines, None)
+        if second is not None and second.data.get("kind") == "snapshot":
+            second.integer("iteration", 0)
+            self.header = replace(self.header, snapshot=second.data)
 
     def __iter__(self) -> Iterator[EventsRecord]:
         """The records, in order.
@@ -219,9 +236,11 @@ class TraceReader:
         Raises:
           ValueError: a line breaks a rule; the message names it.
         """
-        num_updated = 0
+        num_updated = self.header.first_iteration
         lines = self._lines()
         next(lines)
+        if self.header.snapshot is not None:
+            next(lines)
         for line in lines:
             record = _record(line, num_updated)
             num_updated += isinstance(record, IterationRecord)
@@ -264,7 +283,9 @@ def _header(line: TraceFields) -> TraceHeader:
         )
     try:
         classes = tuple(ServiceClass(**each) for each in settings.get("service_classes", ()))
-        return TraceHeader(line.text("model"), SchedulerConfig(**{**settings, "service_classes": classes}))
+        config = SchedulerConfig(**{**settings, "service_classes": classes})
+        died = line.data.get("died")
+        return TraceHeader(line.text("model"), config, died_of=died["error"] if died else "")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{line.where}: config: {error}; the file is damaged, record it again") from error
 

@@ -66,8 +66,9 @@ def main(argv: Sequence[str]) -> int:
     from jaxserve.engine import AsyncEngine
     from jaxserve.server.console import StartupDisplay
     from jaxserve.server.disaggregated import disaggregation_sides
-    from jaxserve.server.launcher import Launcher, ServerSettings
+    from jaxserve.server.launcher import LAST_EXIT_S, Launcher, ServerSettings
     from jaxserve.server.otel import SpanSink, otlp_exporter
+    from jaxserve.server.process import exit_later
     from jaxserve.server.request_log import RequestFeed, RequestLog
     from jaxserve.server.settings import HttpSettings
     from jaxserve.server.stats_line import StatsReporter
@@ -87,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
         http_port=flags.http_port,
         grpc_port=flags.grpc_port,
         drain_grace_s=flags.drain_grace_s,
+        exit_on_death=flags.exit_on_death,
         http=http,
         tls=tls,
         tool_call_parser=flags.tool_call_parser,
@@ -117,7 +119,11 @@ def main(argv: Sequence[str]) -> int:
             sinks.append(spans)
         feed = stack.enter_context(RequestFeed(sinks)) if sinks else None
         engine: Any = AsyncEngine(
-            config, progress=display.progress, on_request_end=feed, trace_buffer=flags.trace_buffer
+            config,
+            progress=display.progress,
+            on_request_end=feed,
+            on_death=(lambda: exit_later(LAST_EXIT_S, 1)) if flags.exit_on_death else None,
+            trace_buffer=flags.trace_buffer,
         )
         stack.enter_context(StatsReporter(engine, flags.stats_interval_s))
 

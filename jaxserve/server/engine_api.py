@@ -140,7 +140,12 @@ class EngineApi(Protocol):
 
     @property
     def state(self) -> str:
-        """One of "loading", "warming_up", "ready", "draining", "dead"."""
+        """One of "loading", "warming_up", "ready", "stuck", "draining", "stopped", "dead"."""
+        ...
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the last progress while there is work; 0 when idle."""
         ...
 
     @property

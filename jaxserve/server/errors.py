@@ -13,7 +13,7 @@ unsupported_media      415   INVALID_ARGUMENT     not JSON
 overloaded             429   RESOURCE_EXHAUSTED   the waiting queue is full
 internal               500   INTERNAL             a fault of ours
 not_implemented        501   UNIMPLEMENTED        no such ability
-unavailable            503   UNAVAILABLE          loading, warming up, draining or dead
+unavailable            503   UNAVAILABLE          loading, warming up, stuck, draining or dead
 expired                504   DEADLINE_EXCEEDED    the request's own deadline passed
 """
 
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from jaxserve.core import (
     AdapterNotFoundError,
     EngineDeadError,
+    EngineStuckError,
     FinishReason,
     JaxserveError,
     NotReadyError,
@@ -166,6 +167,8 @@ def to_api_error(exc: BaseException) -> ApiError:
             return ApiError("unavailable", str(exc), code="not_ready", retry_after_s=exc.retry_after_s)
         case EngineDeadError():
             return ApiError("unavailable", f"the engine stopped: {exc}", code="engine_dead", retry_after_s=30.0)
+        case EngineStuckError():
+            return ApiError("unavailable", str(exc), code="engine_stuck", retry_after_s=30.0)
         case UnfollowableError():
             return ApiError("invalid", str(exc), param=_param(str(exc)), code="unfollowable")
         case RequestFailedError():

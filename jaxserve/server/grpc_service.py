@@ -20,6 +20,7 @@ from jaxserve.server.errors import ApiError, unfinished_error
 from jaxserve.server.field_checks import check_name, check_request_id, check_truncation, kept_tokens
 from jaxserve.server.grpc_convert import chat_messages, constraint, delta_response, prompt_scores, sampling_params
 from jaxserve.server.grpc_guard import Context, KeyInterceptor, errors_to_status, seconds_left, tenant_of_call
+from jaxserve.server.health import health_of
 from jaxserve.server.messages import chat_end
 from jaxserve.server.orchestrator import ORCHESTRATOR_NAME, OrchestratorServicer
 from jaxserve.server.proto import inference_pb2 as pb
@@ -268,7 +269,7 @@ class GrpcServer:
         """Keeps the health service's answer that of the engine."""
         status = health_pb2.HealthCheckResponse
         while True:
-            now = status.SERVING if self._engine.state == "ready" else status.NOT_SERVING
+            now = status.SERVING if health_of(self._engine).is_ready else status.NOT_SERVING
             for name in ("", SERVICE_NAME):
                 await self._health.set(name, now)
             await asyncio.sleep(HEALTH_PERIOD_S)

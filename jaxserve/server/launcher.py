@@ -5,12 +5,14 @@
 The ports are bound first, so a port in use is known before a model is loaded. On the first signal new
 requests get 503 and open ones may finish within the grace period; what is left then ends with an error
 frame. A second signal ends the process at once. An engine that dies while it starts ends the process
-with 1; one that dies later leaves `/health` answering 503, for whoever supervises the process to see.
+with 1. One that dies later fails what is open; for `DEATH_S` more every probe says so, then the process ends
+with 1, unless it is told to stay (`exit_on_death`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -38,6 +40,11 @@ if TYPE_CHECKING:  # they load jax
 
 FLUSH_S = 5.0
 """Time for the last bytes of answers to leave after the engine has drained."""
+DEATH_S = 1.0
+"""Time in which a server whose engine has died still answers: with errors, and with 503 to probes."""
+LAST_EXIT_S = DEATH_S + FLUSH_S + 3.0
+"""After an engine's death the process ends by then, whatever its event loop and threads do."""
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class ServerSettings:
       host: address to listen on.
       http_port, grpc_port: 0 picks a free one.
       drain_grace_s: seconds that open requests get after the first signal.
+      exit_on_death: the process ends when its engine has died; else it stays, answering 503.
       http: the HTTP front's own settings; its keys, guards and body limit hold for gRPC too.
       tls: for both fronts; None: plain text.
       tool_call_parser: see `GenerationService`.
@@ -58,6 +66,7 @@ class ServerSettings:
     http_port: int = 8000
     grpc_port: int = 9000
     drain_grace_s: float = 30.0
+    exit_on_death: bool = True
     http: HttpSettings = field(default_factory=HttpSettings)
     tls: TlsFiles | None = None
     tool_call_parser: str = AUTO_TOOL_CALL_PARSER
@@ -90,7 +99,7 @@ class Launcher:
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Serves until a signal or a failed start.
+        """Serves until a signal, a failed start or the engine's death.
 
         Returns:
           The process's exit status.
@@ -129,7 +138,11 @@ class Launcher:
             self._display.ready(self._engine.model_name, f"{scheme}://{http_address}", grpc_address, key, playground)
             kv = f" kv={settings.kv_host}:{self._prefill_server.port}" if self._prefill_server else ""
             print(f"jaxserve ready http={http_address} grpc={grpc_address}{kv}", flush=True)
-            await self._stop.wait()
+            await self._until_stopped()
+        if started and not failure and self._engine.state == "dead":
+            self._display.note(f"the engine died; the process ends in {DEATH_S:g} s")
+            await self._wait_for_stop(DEATH_S)
+        elif started and not failure:
             self._display.note(f"stopping: open requests have {settings.drain_grace_s:g} s; a second signal ends now")
             sides = asyncio.create_task(asyncio.to_thread(self._drain_sides))
             ends_at = time.monotonic() + settings.drain_grace_s
@@ -142,6 +155,19 @@ class Launcher:
         http_server.should_exit = True
         await asyncio.gather(http_task, grpc_server.stop(FLUSH_S))
         return max(await self._end_engine(started), 1 if failure else 0)
+
+    async def _until_stopped(self) -> None:
+        """Until there was a signal, or the engine is dead and that ends the process."""
+        while not await self._wait_for_stop(_LOOK_S):
+            if self._engine.state == "dead" and self._settings.exit_on_death:
+                return
+
+    async def _wait_for_stop(self, seconds: float) -> bool:
+        """Waits so long; whether there was a signal."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        return self._stop.is_set()
 
     def _start_sides(self) -> str:
         """Begins to compute prompts for others, or to ask others for them; why that cannot be, or ""."""

@@ -10,11 +10,12 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from jaxserve.core import NotReadyError
+from jaxserve.core import EngineDeadError, NotReadyError
 from jaxserve.server.answering import answer_with
 from jaxserve.server.description import answers
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.health import health_of
 from jaxserve.server.json_body import JsonResponse, error_response
 from jaxserve.server.metrics_export import render_metrics
 from jaxserve.server.service import GenerationService
@@ -34,25 +35,24 @@ def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
 
     @app.get("/health", **answers("status", "state", other=[503]))
     async def health(_: Request) -> Response:
-        status = 503 if engine.state in ("dead", "stopped") else 200
-        return JsonResponse({"status": "ok" if status == 200 else "dead", "state": engine.state}, status)
+        health = health_of(engine)
+        return JsonResponse(health.body, 200 if health.is_alive else 503)
 
     @app.get("/ready", **answers("ready", "state", other=[503]))
     async def ready(_: Request) -> Response:
-        done, total, what = engine.progress
-        body: dict[str, Any] = {"ready": engine.state == "ready", "state": engine.state}
-        if engine.state == "ready":
+        health = health_of(engine)
+        body = {"ready": health.is_ready} | {name: value for name, value in health.body.items() if name != "status"}
+        if health.is_ready:
             return JsonResponse(body)
+        done, total, what = engine.progress
         body["progress"] = {"done": done, "total": total, "what": what}
-        if engine.error is not None:
-            body["error"] = type(engine.error).__name__
         return JsonResponse(body, 503, {"Retry-After": "5"})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_METRICS)
     async def metrics(request: Request) -> Response:
         try:
             registry = engine.metrics.registry
-        except NotReadyError:
+        except (NotReadyError, EngineDeadError):  # loading, or dead before it was loaded
             registry = CollectorRegistry()
         compat = settings.metrics_compat == "vllm"
         text, content_type = render_metrics(registry, request.headers.get("accept", ""), compat)

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import sys
+import threading
+import time
 from typing import NoReturn
 
 from jaxserve.server.engine_api import EngineApi
@@ -29,6 +31,16 @@ async def wait_until_ready(engine: EngineApi, stop: asyncio.Event) -> bool:
             return False
         await asyncio.sleep(STATE_PERIOD_S)
     return False
+
+
+def exit_later(seconds: float, status: int) -> None:
+    """Ends the process after so long, whatever its other threads do then; from any thread."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        flush_and_exit(status)
+
+    threading.Thread(target=end, name="last-exit", daemon=True).start()
 
 
 def flush_and_exit(status: int) -> NoReturn:

@@ -71,6 +71,9 @@ class GenerationService:
             raise ApiError("unavailable", message, code=state, retry_after_s=5.0)
         if state == "draining":
             raise ApiError("unavailable", "the server is shutting down", code=state, retry_after_s=5.0)
+        if state == "stuck":
+            message = f"the engine is stuck: it has made no step for {self.engine.step_age_s:.1f} s"
+            raise ApiError("unavailable", message, code="engine_stuck", retry_after_s=30.0)
         if state != "ready":  # dead or stopped
             message = "the engine stopped; the server must be restarted"
             raise ApiError("unavailable", message, code="engine_dead", retry_after_s=30.0)

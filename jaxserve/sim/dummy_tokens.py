@@ -9,13 +9,13 @@ are gathered from the whole trace first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxserve.config import SchedulerConfig
+from jaxserve.scheduler.snapshot import STOP_IDS, page_token
 from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, EventsRecord, ExpireEvent, IterationRecord
 
-TOKEN, STOP = 0, 1
-_FIRST = 2
+TOKEN, STOP = 0, *STOP_IDS
 
 
 class DummyTokens:
@@ -23,15 +23,20 @@ class DummyTokens:
 
     Args:
       records: of the whole trace; read only with a prefix cache.
+      live: where the trace begins in the middle of a run, id and page numbers of the requests that were live then.
     """
 
-    def __init__(self, config: SchedulerConfig, records: Iterable[EventsRecord]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, records: Iterable[EventsRecord], live: Sequence[tuple[str, list[int]]] = ()
+    ) -> None:
         self._page_size = config.page_size
         self._to_come: deque[list[int]] = deque()  # page numbers by accepted arrival
         self._current: dict[str, tuple[int, list[int]]] = {}  # by id: number of the arrival, page numbers
         self._num_accepted = 0
         self._shares = config.enable_prefix_caching
         if self._shares:
+            self._current = {name: (arrival, list(pages)) for arrival, (name, pages) in enumerate(live)}
+            self._num_accepted = len(self._current)
             self._gather(records)
 
     def prompt_of(self, event: AddEvent) -> tuple[int, ...]:
@@ -48,10 +53,10 @@ class DummyTokens:
             return TOKEN
         arrival, pages = self._current[request_id]
         page = index // self._page_size
-        return _FIRST + (2 * pages[page] if page < len(pages) else 2 * arrival + 1)
+        return page_token(pages[page]) if page < len(pages) else page_token(arrival) + 1
 
     def _gather(self, records: Iterable[EventsRecord]) -> None:
-        live: dict[str, list[int]] = {}
+        live = {name: pages for name, (_, pages) in self._current.items()}
         for record in records:
             for event in record.events:
                 if isinstance(event, AbortEvent | ExpireEvent):

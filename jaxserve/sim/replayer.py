@@ -21,6 +21,7 @@ from typing import Any
 from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult
+from jaxserve.scheduler.snapshot import restore_snapshot
 from jaxserve.scheduler.trace_reader import (
     AbortEvent,
     AddEvent,
@@ -99,7 +100,9 @@ def replay(
       ValueError: the trace is damaged.
     """
     config = reader.header.config
-    replayer = Replayer(config, DummyTokens(config, reader), sink)
+    snapshot = reader.header.snapshot
+    live = [] if snapshot is None else [(name, pages) for name, pages in snapshot["live"]]
+    replayer = Replayer(config, DummyTokens(config, reader, live), sink, snapshot)
     num_iterations = num_requests = 0
     difference = None
     for record in reader:
@@ -110,7 +113,8 @@ def replay(
         num_iterations += isinstance(record, IterationRecord)
         if observe:
             observe(record, replayer.landed if isinstance(record, IterationRecord) else None)
-    return ReplayReport(num_iterations, num_requests, replayer.num_plans, difference, reader.truncated_line)
+    num_plans = replayer.num_plans - reader.header.first_iteration
+    return ReplayReport(num_iterations, num_requests, num_plans, difference, reader.truncated_line)
 
 
 class Replayer:
@@ -120,13 +124,18 @@ class Replayer:
       config: the recorded scheduler's.
       tokens: of prompts and outputs.
       sink: gets each record of this scheduler.
+      snapshot: state in which it begins.
 
     Attributes:
       landed: the plan of the last iteration record.
     """
 
     def __init__(
-        self, config: SchedulerConfig, tokens: DummyTokens, sink: Callable[[dict[str, Any]], None] | None = None
+        self,
+        config: SchedulerConfig,
+        tokens: DummyTokens,
+        sink: Callable[[dict[str, Any]], None] | None = None,
+        snapshot: dict[str, Any] | None = None,
     ) -> None:
         self._tokens = tokens
         self._scheduler = Scheduler(config, trace=self._take)
@@ -137,6 +146,10 @@ class Replayer:
         self._in_flight: deque[StepPlan] = deque()
         self._num_updated = 0
         self.landed = StepPlan(0)
+        if snapshot is not None:
+            restore_snapshot(self._scheduler, snapshot, tokens)
+            self._in_flight += [flight.plan for flight in self._scheduler._in_flight]
+            self._num_updated = snapshot["iteration"]
 
     @property
     def num_plans(self) -> int:

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.core import StructuredOutputs
+from jaxserve.faults import failpoint
 from jaxserve.text.grammar_trial import trial_limits
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -99,6 +100,7 @@ class GrammarCompiler:
             if kept is not None:
                 self._kept.move_to_end(wanted)
                 return kept
+        failpoint("grammar.compile")
         self.prepare()
         if self._fault:
             raise ValueError(f"structured_outputs is not available: {self._fault}")

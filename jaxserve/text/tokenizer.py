@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 
 from jaxserve.core import UnsupportedModelError
+from jaxserve.faults import failpoint
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
 from jaxserve.text.tool_forms import ToolForms, find_tool_forms
 
@@ -98,6 +99,7 @@ class Tokenizer:
         Raises:
           ValueError: `text` holds a lone surrogate.
         """
+        failpoint("tokenizer.encode")
         try:
             if len(text) < _RELEASE_GIL_CHARS:
                 ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -131,7 +131,7 @@ def test_what_one_request_cannot_get_takes_no_replica_out(make_replica, make_rou
         until(lambda: client.get("/v1/router/replicas").json()["replicas"][0]["state"] == "up", 5, "in rotation")
 
 
-@pytest.mark.parametrize("code", ["not_ready", "draining", "engine_dead"])
+@pytest.mark.parametrize("code", ["not_ready", "draining", "engine_dead", "engine_stuck"])
 def test_a_replica_that_takes_no_requests_is_left_at_once(make_replica, make_router, code):
     async def ends(exchange):
         one.ready = False

@@ -6,6 +6,7 @@ import pytest
 
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import RunningServer, until
+from tests.server.server_process import ServerProcess
 
 BASELINE = {"prompt": "The sea", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
@@ -59,3 +60,21 @@ def fake_client(fake_server):
     """An HTTP client of it."""
     with fake_server.client() as client:
         yield client
+
+
+@pytest.fixture
+def start():
+    """`start(*arguments)`: a `ServerProcess` that ends with the test."""
+    started = []
+
+    def begin(*arguments, **environment):
+        started.append(ServerProcess(*arguments, **environment))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait(10)
+        server.process.stdout.close()
+        server.process.stderr.close()

@@ -238,6 +238,7 @@ class FakeEngine:
         self.state = "ready"
         self.progress = (1, 1, "warm-up")
         self.error: BaseException | None = None
+        self.step_age_s = 0.0
         self.model_name = "fake"
         self.model_root = "/models/fake"
         self.adapters = FakeAdapters()

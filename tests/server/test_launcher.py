@@ -3,13 +3,10 @@
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -23,59 +20,6 @@ from jaxserve.server.console import curl_line
 from jaxserve.server.dry_run import dry_run
 from jaxserve.server.start_errors import start_error
 from tests.server.running import error_of, events_of, until
-
-
-class ServerProcess:
-    """A server in a process of its own.
-
-    Attributes:
-      url: where, once `ready` returned.
-    """
-
-    def __init__(self, *arguments, **environment):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-        )
-        self.errors = []
-        self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)
-        self._reader.start()
-
-    def ready(self):
-        """Waits for the machine-readable line."""
-        line = self.process.stdout.readline().split()
-        assert line[:2] == ["jaxserve", "ready"], "".join(self.errors)
-        addresses = dict(word.split("=") for word in line[2:])
-        self.url = f"http://{addresses['http']}"
-        assert set(addresses) == {"http", "grpc"}
-        return self
-
-    def wait(self, seconds=20):
-        """Its exit status."""
-        status = self.process.wait(seconds)
-        self._reader.join(5)
-        return status
-
-
-@pytest.fixture
-def start():
-    """`start(*arguments)`: a `ServerProcess` that ends with the test."""
-    started = []
-
-    def begin(*arguments, **environment):
-        started.append(ServerProcess(*arguments, **environment))
-        return started[-1]
-
-    yield begin
-    for server in started:
-        if server.process.poll() is None:
-            server.process.kill()
-        server.process.wait(10)
-        server.process.stdout.close()
-        server.process.stderr.close()
 
 
 @contextlib.contextmanager
