@@ -74,11 +74,13 @@ class Suspicion:
         """A step failed.
 
         Args:
-          participants: the live requests of the plans that were in flight, in order, none of them held.
+          participants: the requests of the plans that were in flight and are still live, in order, none of them held.
         """
         self._num_fruitless += 1
-        if self._num_fruitless > self._max_fruitless or not participants:
+        if self._num_fruitless > self._max_fruitless:
             return Verdict(hopeless=True)
+        if not participants:  # all have ended meanwhile
+            return NOTHING
         again = [each for each in participants if each in self._trial]
         if not again:  # the first failure, or one of those that were cleared
             return self._begin(participants)

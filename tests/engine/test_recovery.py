@@ -185,6 +185,28 @@ def test_the_request_that_makes_steps_fail_ends_alone(make_faulty, mode, place, 
     assert_alike(run(llm), want)
 
 
+@pytest.mark.parametrize("mode", ["overlap", "no_overlap"])
+def test_a_failure_of_a_step_whose_requests_are_all_aborted_ends_nothing_else(make_faulty, monkeypatch, mode):
+    llm = make_faulty(**MODES[mode])
+    want = run(llm)
+    engine, runner = llm.engine, llm.engine.runner
+    for request in engine.make_requests(Submission(PROMPTS[0], PARAMS[0], "gone"), 0.0):
+        engine.add(request, 0, lambda delta: None)
+    engine.step()
+    original = runner.collect
+
+    def abort_and_fail(handle):
+        monkeypatch.setattr(runner, "collect", original)
+        engine.abort("gone")
+        raise InjectedFault("nobody is there")
+
+    monkeypatch.setattr(runner, "collect", abort_and_fail)
+    while engine.has_work:
+        engine.step()
+    assert runner.collect == original, "no step failed: the test shows nothing"
+    assert_alike(run(llm), want)
+
+
 def test_two_of_them_end_and_the_others_go_on(make_faulty):
     llm = make_faulty()
     want = run(llm)

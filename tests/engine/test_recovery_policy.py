@@ -102,8 +102,10 @@ def test_a_request_that_goes_away_lets_the_next_group_run():
     assert suspicion.gone([1]) == Verdict(release=(3,))
 
 
-def test_nobody_takes_part_and_a_step_fails_all_the_same():
-    assert Suspicion(8).failed([]).hopeless
+def test_a_step_whose_requests_have_all_ended_is_no_reason_to_give_up_but_many_of_them_are():
+    suspicion = Suspicion(8)
+    verdicts = [suspicion.failed([]) for _ in range(20)]
+    assert verdicts[0] == NOTHING and verdicts[-1].hopeless
 
 
 def test_what_always_fails_is_hopeless():
