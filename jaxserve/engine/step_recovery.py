@@ -173,9 +173,9 @@ class StepRecovery:
                 self._follow(self._suspicion.gone([number]), now)
             elif sequence.finish_reason or len(sequence.output_token_ids) - num_before >= CLEARING:
                 self._follow(self._suspicion.cleared(number), now)
-        suspects = self._suspicion.suspects
-        if len(suspects) < len(self._known):
-            self._known = {number: known for number, known in self._known.items() if number in suspects}
+        kept = self._suspicion.held.union(self._suspicion.suspects)
+        if len(kept) < len(self._known):
+            self._known = {number: known for number, known in self._known.items() if number in kept}
 
     def _follow(self, verdict: Verdict, now: float) -> None:
         for numbers, change in ((verdict.hold, self._scheduler.hold), (verdict.release, self._scheduler.release)):

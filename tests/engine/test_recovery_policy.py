@@ -121,8 +121,19 @@ def test_failures_that_come_and_go_are_never_hopeless():
     assert not world.dead and not world.ended
 
 
+@pytest.mark.parametrize(("count", "most"), [(1, 2), (2, 5), (8, 7), (64, 10), (256, 12)])
+def test_so_many_failures_find_a_culprit_whoever_it_is(count, most):
+    numbers = []
+    for culprit in range(0, count, max(count // 16, 1)):
+        world = World(dict.fromkeys(range(count), 99), lambda rows, culprit=culprit: culprit in rows)
+        world.run()
+        assert world.ended == [culprit] and not world.dead
+        numbers.append(world.num_failures)
+    assert max(numbers) <= most, numbers
+
+
 @given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    lengths=st.lists(st.integers(1, 99), min_size=1, max_size=12),
     culprits=st.sets(st.integers(0, 11), max_size=2),
     max_rows=st.integers(12, 64),
 )
