@@ -44,8 +44,12 @@ COLUMNS = (
 
 def run(flags: FlagValues) -> None:
     """Measures every dtype at every slot count and reports medians over the runs."""
+    level = logging.get_verbosity()
     logging.set_verbosity(logging.FATAL)  # the failures are meant
-    results = [each for dtype in flags.dtypes for slots in flags.slots for each in measure(flags, dtype, slots)]
+    try:
+        results = [each for dtype in flags.dtypes for slots in flags.slots for each in measure(flags, dtype, slots)]
+    finally:
+        logging.set_verbosity(level)
     names = ("model", "prompt_tokens", "output_tokens", "runs")
     report("recovery", {name: flags[name].value for name in names}, results, COLUMNS, flags.output)
 

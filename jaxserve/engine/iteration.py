@@ -128,11 +128,17 @@ class Iterations:
         """
         try:
             return self._step()
-        except StepFailedError as failure:
-            self._recover(failure)
-            return True
+        except StepFailedError as error:
+            failure = error
+        # Out of the handler: an error that is raised from here is not one that came while another was handled.
+        self._recover(failure)
+        return True
 
     def _step(self) -> bool:
+        if self._scheduler.num_in_flight > len(self._flights) and self._recovery.alone:
+            # An earlier plan was interrupted before it was dispatched.
+            self._land()
+            self._recovery.drop()
         if self._flights and self._flights[-1].handle.outputs is None:
             # An earlier step was interrupted. Sampled later than the next one, it would undo what that remembers.
             self._land()
@@ -151,8 +157,10 @@ class Iterations:
         """Takes in every step in flight."""
         try:
             self._land()
-        except StepFailedError as failure:
-            self._recover(failure)
+            return
+        except StepFailedError as error:
+            failure = error
+        self._recover(failure)
 
     def _recover(self, failure: StepFailedError) -> None:
         """Takes in what came back before the step that failed; that one, and those behind it, never were."""

@@ -56,7 +56,8 @@ class Suspicion:
         self._max_fruitless = math.ceil(math.log2(max_rows)) + 2 * CULPRITS + 2
         self._suspects: dict[int, int] = {}  # how often each has failed alone
         self._trial: set[int] = set()  # of the suspects those that are not held; what runs beside them is cleared
-        self._held: list[tuple[int, ...]] = []  # groups, the next one to be tried last
+        self._held: list[tuple[int, ...]] = []  # groups of others, the next one to be tried last
+        self._bystanders: tuple[int, ...] = ()  # no suspects, and held while one is tried alone
         self._num_fruitless = 0  # failures since somebody was cleared
         self._num_culprits = 0  # likewise
 
@@ -68,17 +69,19 @@ class Suspicion:
     @property
     def held(self) -> frozenset[int]:
         """Those that are not to run."""
-        return frozenset(each for group in self._held for each in group)
+        return frozenset(each for group in (*self._held, self._bystanders) for each in group)
 
     def failed(self, participants: Sequence[int]) -> Verdict:
         """A step failed.
 
         Args:
-          participants: the live requests of the plans that were in flight, in order, none of them held.
+          participants: the requests of the plans that were in flight and are still live, in order, none of them held.
         """
         self._num_fruitless += 1
-        if self._num_fruitless > self._max_fruitless or not participants:
+        if self._num_fruitless > self._max_fruitless:
             return Verdict(hopeless=True)
+        if not participants:  # all have ended meanwhile
+            return NOTHING
         again = [each for each in participants if each in self._trial]
         if not again:  # the first failure, or one of those that were cleared
             return self._begin(participants)
@@ -87,13 +90,13 @@ class Suspicion:
             (only,) = participants
             self._suspects[only] += 1
             return self._end_culprit(only) if self._suspects[only] >= STRIKES else NOTHING
-        # Of one suspect, those beside it are cleared, and may yet have their part in it.
-        tried = again[: max(len(again) // 2, 1)]
-        rest = tuple(each for each in participants if each not in tried)
+        if len(again) == 1:
+            # Those beside it are cleared, and may yet have their part in it: it is to run alone.
+            self._bystanders = tuple(each for each in participants if each not in again)
+            return Verdict(hold=self._bystanders)
+        tried, rest = again[: len(again) // 2], tuple(again[len(again) // 2 :])
         self._held.append(rest)
         self._trial = set(tried)
-        for each in rest:
-            self._suspects.setdefault(each, 0)
         return Verdict(hold=rest)
 
     def cleared(self, number: int) -> Verdict:
@@ -129,11 +132,12 @@ class Suspicion:
         del self._suspects[number]
         self._trial.discard(number)
         self._held = [kept for group in self._held if (kept := tuple(each for each in group if each != number))]
-        if self._trial or not self._held:
+        if self._trial:
             return ()
-        group = self._held.pop()
+        bystanders, self._bystanders = self._bystanders, ()
+        group = self._held.pop() if self._held else ()
         self._trial = set(group)
-        return group
+        return bystanders + group
 
 
 class TokenBudget:

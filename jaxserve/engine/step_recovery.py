@@ -45,6 +45,9 @@ class StepRecovery:
       lock: of the engine.
       clock: the engine's.
       alone: this process is the whole engine; where others have their part in every step, none is tried again.
+
+    Attributes:
+      alone: likewise.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class StepRecovery:
         self._metrics = metrics
         self._lock = lock
         self._clock = clock
-        self._alone = alone
+        self.alone = alone
         self._suspicion = Suspicion(scheduler.config.max_num_seqs)
         self._budget = TokenBudget(scheduler.config.max_num_batched_tokens)
         # By number: the suspect, and its output tokens when its step failed.
@@ -78,7 +81,7 @@ class StepRecovery:
           Exception: the error of the step, if it is not to be tried again; or of the recovery, from the step's.
         """
         error = failure.error
-        if not self._alone or isinstance(error, _NOT_RETRIED):
+        if not self.alone or isinstance(error, _NOT_RETRIED):
             raise error
         no_memory = is_out_of_memory(error)
         self._metrics.step_failed("out_of_memory" if no_memory else "error")
@@ -96,6 +99,17 @@ class StepRecovery:
             self._end_exporters(flights, now)
             self._judge(flights, error, no_memory, now)
         self._metrics.step_recovered()
+
+    def drop(self) -> None:
+        """Takes back the plans in flight, none of which is on the device; no request is suspected.
+
+        Raises:
+          Exception: the device cannot go on.
+        """
+        keeps_pool = self._runner.recover()
+        with self._lock:
+            now = self._clock()
+            self._end_exporters(self._scheduler.recover(now, keeps_cache=keeps_pool), now)
 
     def before_plan(self, now: float) -> None:
         """A plan is about to be made; under the lock."""
@@ -159,9 +173,9 @@ class StepRecovery:
                 self._follow(self._suspicion.gone([number]), now)
             elif sequence.finish_reason or len(sequence.output_token_ids) - num_before >= CLEARING:
                 self._follow(self._suspicion.cleared(number), now)
-        suspects = self._suspicion.suspects
-        if len(suspects) < len(self._known):
-            self._known = {number: known for number, known in self._known.items() if number in suspects}
+        kept = self._suspicion.held.union(self._suspicion.suspects)
+        if len(kept) < len(self._known):
+            self._known = {number: known for number, known in self._known.items() if number in kept}
 
     def _follow(self, verdict: Verdict, now: float) -> None:
         for numbers, change in ((verdict.hold, self._scheduler.hold), (verdict.release, self._scheduler.release)):

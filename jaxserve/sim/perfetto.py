@@ -25,6 +25,7 @@ from jaxserve.scheduler.trace_reader import (
     EventsRecord,
     ExpireEvent,
     IterationRecord,
+    RecoverEvent,
     TraceEvent,
     TraceHeader,
 )
@@ -184,6 +185,8 @@ class PerfettoWriter(PerfettoFile):
                 self.begin_at(event.now)
             case AbortEvent():
                 self.instant("aborted", event.now, {"request": event.request_id, "reason": str(event.reason)})
+            case RecoverEvent():
+                self.instant("step failed", event.now, {"plans": len(event.in_flight)})
             case ExpireEvent():
                 self.instant("expired", event.now, {"request": event.request_id})
 

@@ -193,3 +193,16 @@ def test_host_work_divides_the_engines_time_into_parts(tmp_path):
         assert set(parts) == {"schedule", "prepare", "dispatch", "sample", "collect", "update", "deliver", "other"}
         # The others are measured; this one is what is left, of clocks that differ by more where threads are many.
         assert result[clock] > 0 and all(parts[name] > 0 for name in parts if name != "other")
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_recovery_times_what_a_failed_step_costs(tiny_model_dir, tmp_path):
+    output = tmp_path / "figures.json"
+    words = ["--dtypes=float32", "--slots=2", "--runs=1", "--prompt_tokens=20", "--output_tokens=60"]
+    main(["bench", "recovery", f"--model={tiny_model_dir}", *words, f"--output={output}"])
+    results = json.loads(output.read_text())["results"]
+    assert [result["case"] for result in results] == ["prefix cache", "no cache", "pool lost"]
+    for result in results:
+        assert 0 < result["recover_ms"] <= result["first_token_ms"] <= result["all_tokens_ms"]
+    with pytest.raises(SystemExit):
+        main(["bench", "recovery", f"--model={tiny_model_dir}", *words[:-1], "--output_tokens=20"])

@@ -185,6 +185,28 @@ def test_the_request_that_makes_steps_fail_ends_alone(make_faulty, mode, place, 
     assert_alike(run(llm), want)
 
 
+@pytest.mark.parametrize("mode", ["overlap", "no_overlap"])
+def test_a_failure_of_a_step_whose_requests_are_all_aborted_ends_nothing_else(make_faulty, monkeypatch, mode):
+    llm = make_faulty(**MODES[mode])
+    want = run(llm)
+    engine, runner = llm.engine, llm.engine.runner
+    for request in engine.make_requests(Submission(PROMPTS[0], PARAMS[0], "gone"), 0.0):
+        engine.add(request, 0, lambda delta: None)
+    engine.step()
+    original = runner.collect
+
+    def abort_and_fail(handle):
+        monkeypatch.setattr(runner, "collect", original)
+        engine.abort("gone")
+        raise InjectedFault("nobody is there")
+
+    monkeypatch.setattr(runner, "collect", abort_and_fail)
+    while engine.has_work:
+        engine.step()
+    assert runner.collect == original, "no step failed: the test shows nothing"
+    assert_alike(run(llm), want)
+
+
 def test_two_of_them_end_and_the_others_go_on(make_faulty):
     llm = make_faulty()
     want = run(llm)
@@ -276,7 +298,7 @@ def test_a_copy_to_the_host_that_fails_costs_nobody_a_token(make_faulty):
     llm = make_faulty(**MODES["swap"])
     want = run(llm)
     before = metric(llm, "step_recoveries_total")
-    assert_alike(run(llm, faults=[Fault("swap.out", "raise"), Fault("swap.out", "raise", skip=2)]), want)
+    assert_alike(run(llm, faults=[Fault("swap.out", "raise"), Fault("swap.out", "raise")]), want)
     assert metric(llm, "step_recoveries_total") - before == 2
 
 
@@ -297,6 +319,27 @@ def test_a_run_with_failures_replays_to_the_byte(make_faulty, tmp_path, settings
     records = replayed(path)
     kinds = {event["kind"] for record in records for event in record.data["events"]}
     assert kinds >= {"recover", "hold", "release", "budget", "abort"}
+
+
+@pytest.mark.parametrize("method", ["prepare", "dispatch"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_interrupt_before_a_step_is_dispatched_leaves_an_engine_that_goes_on(
+    make_faulty, monkeypatch, method, overlap
+):
+    llm = make_faulty(**({} if overlap else MODES["no_overlap"]))
+    want = ids(llm.generate(PROMPTS, greedy(9), use_tqdm=False))
+    original, calls = getattr(llm.engine.runner, method), []
+
+    def interrupt(*args):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(llm.engine.runner, method, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, greedy(9), use_tqdm=False)
+    assert ids(llm.generate(PROMPTS, greedy(9), use_tqdm=False)) == want
 
 
 def test_the_log_tells_of_a_failure(make_faulty, caplog):

@@ -102,8 +102,10 @@ def test_a_request_that_goes_away_lets_the_next_group_run():
     assert suspicion.gone([1]) == Verdict(release=(3,))
 
 
-def test_nobody_takes_part_and_a_step_fails_all_the_same():
-    assert Suspicion(8).failed([]).hopeless
+def test_a_step_whose_requests_have_all_ended_is_no_reason_to_give_up_but_many_of_them_are():
+    suspicion = Suspicion(8)
+    verdicts = [suspicion.failed([]) for _ in range(20)]
+    assert verdicts[0] == NOTHING and verdicts[-1].hopeless
 
 
 def test_what_always_fails_is_hopeless():
@@ -119,8 +121,19 @@ def test_failures_that_come_and_go_are_never_hopeless():
     assert not world.dead and not world.ended
 
 
+@pytest.mark.parametrize(("count", "most"), [(1, 2), (2, 5), (8, 7), (64, 10), (256, 12)])
+def test_so_many_failures_find_a_culprit_whoever_it_is(count, most):
+    numbers = []
+    for culprit in range(0, count, max(count // 16, 1)):
+        world = World(dict.fromkeys(range(count), 99), lambda rows, culprit=culprit: culprit in rows)
+        world.run()
+        assert world.ended == [culprit] and not world.dead
+        numbers.append(world.num_failures)
+    assert max(numbers) <= most, numbers
+
+
 @given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=12),
+    lengths=st.lists(st.integers(1, 99), min_size=1, max_size=12),
     culprits=st.sets(st.integers(0, 11), max_size=2),
     max_rows=st.integers(12, 64),
 )
