@@ -30,7 +30,7 @@ from typing import Any
 
 from jaxserve.core import HostLostError
 from jaxserve.hosts.channel import Channel, accept_peer
-from jaxserve.hosts.messages import Kind, RunChain, read_digest
+from jaxserve.hosts.messages import Kind, RunChain, read_digest, read_json
 from jaxserve.hosts.pulse import Pulse
 
 log = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ class Followers:
                 if kind == Kind.DIGEST:
                     self._take_digest(follower, *read_digest(payload))
                 elif kind == Kind.REPORT:
-                    follower.reports.put(json.loads(payload))
+                    follower.reports.put(read_json(payload))
                 elif kind == Kind.FAILED:
                     text = payload.decode(errors="replace")[:MAX_ERROR_CHARS]
                     raise HostLostError(f"process {follower.process_id} failed: {text}")
