@@ -26,7 +26,16 @@ from jaxserve.tables import Bucket, StepTables
 DIGEST_BYTES = 16
 PIECE_BYTES = 64 << 20
 """Of what has no bound, as an adapter: other frames, as signs of life, go in between."""
-_BROKEN = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, StopIteration, struct.error)
+_BROKEN = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    StopIteration,
+    struct.error,
+)
 """What reading bytes of another form comes to."""
 _LENGTH = struct.Struct("<I")
 _STEP_ID = struct.Struct("<Q")

@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
         process_id = join_processes(config)
     from jaxserve.engine import AsyncEngine
+    from jaxserve.server.bounded_http import http_limits
     from jaxserve.server.console import StartupDisplay
     from jaxserve.server.disaggregated import disaggregation_sides
     from jaxserve.server.launcher import Launcher, ServerSettings
@@ -89,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
         drain_grace_s=flags.drain_grace_s,
         http=http,
         tls=tls,
+        limits=http_limits(flags),
         tool_call_parser=flags.tool_call_parser,
         kv_host=flags.kv_host,
     )

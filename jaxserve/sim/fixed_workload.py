@@ -157,7 +157,9 @@ def _recorded_entries(path: str | Path) -> list[Entry]:
     by_id: dict[str, Entry] = {}
     emitted: dict[int, int] = {}  # by identity of the entry
     for number, record in enumerate(read_trace(path), 2):
-        line = TraceFields(f"{path} line {number}", number, {"events": [], "decode": [], "prefill_emitted": []} | record)
+        line = TraceFields(
+            f"{path} line {number}", number, {"events": [], "decode": [], "prefill_emitted": []} | record
+        )
         for event in line.events():
             if event.text("kind") == "add" and event.text("outcome") != "duplicate_id":
                 entries.append(_from_event(event))

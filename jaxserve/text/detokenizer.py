@@ -14,7 +14,6 @@ Rules:
 from __future__ import annotations
 
 import codecs
-import os.path
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -81,7 +80,9 @@ class IncrementalDetokenizer:
     def _deliver(self, text: str) -> str:
         if self._repeated and text:
             repeated, self._repeated = self._repeated, ""
-            return text[len(os.path.commonprefix((text, repeated))) :]
+            while repeated and not text.startswith(repeated):
+                repeated = repeated[:-1]
+            return text[len(repeated) :]
         return text
 
     def _prompt_tail(self, prompt_token_ids: Sequence[int]) -> bytes:

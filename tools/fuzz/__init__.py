@@ -1,1 +1,1 @@
-"""Fuzzing of the readers of files and messages: docs/reliability.md has the commands, tests/fuzz runs a little of it."""
+"""Fuzzing of the readers of files and messages: docs/reliability.md has the commands."""

@@ -66,10 +66,19 @@ WORKLOADS: list[Any] = [
                 "max_tokens": 80,
                 "shared_prefix": {"tokens": 12, "groups": 4},
             },
-            {"name": "b", "prompt": {"kind": "uniform", "low": 1, "high": 6}, "output": {"kind": "list", "values": [5]}},
+            {
+                "name": "b",
+                "prompt": {"kind": "uniform", "low": 1, "high": 6},
+                "output": {"kind": "list", "values": [5]},
+            },
         ],
     },
-    {"num_requests": 3, "arrivals": {"kind": "closed_loop", "concurrency": 2, "think_s": 0.5}, "prompt": 4, "output": 2},
+    {
+        "num_requests": 3,
+        "arrivals": {"kind": "closed_loop", "concurrency": 2, "think_s": 0.5},
+        "prompt": 4,
+        "output": 2,
+    },
     {"num_requests": 2, "arrivals": {"kind": "trace", "times": [0.5, 1]}, "prompt": 4, "output": 2},
     {
         "name": "listed",

@@ -78,7 +78,8 @@ def _templates() -> tuple[ChatTemplate, ...]:
         tools.read_text(),
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
         "{% for m in messages %}{{ m.content | trim }}{{ strftime_now(date or '%d') }}{% endfor %}",
-        "{{ bos_token }}{% for m in messages %}{{ m['content'].split('a')[-1] }}{{ m | tojson }}{% endfor %}{{ tools }}",
+        "{{ bos_token }}{% for m in messages %}{{ m['content'].split('a')[-1] }}{{ m | tojson }}{% endfor %}"
+        "{{ tools }}",
     )
     return tuple(ChatTemplate(source, {"bos_token": "<s>"}) for source in sources)
 
@@ -142,7 +143,19 @@ class _Vocabulary:
         return (data.removeprefix(b" ") if self.strips_first_space else data).decode("utf-8", "replace")
 
 
-_PIECES = (b"a", b" ", b"\xf0\x9f\x98\x80", b"\xf0\x9f", b"\x98", b"\x80", b"\xe4\xb8", b"\xad", b"\xff", b"\xed\xa0", b"")
+_PIECES = (
+    b"a",
+    b" ",
+    b"\xf0\x9f\x98\x80",
+    b"\xf0\x9f",
+    b"\x98",
+    b"\x80",
+    b"\xe4\xb8",
+    b"\xad",
+    b"\xff",
+    b"\xed\xa0",
+    b"",
+)
 
 
 def _detokenizer(data: bytes) -> None:
@@ -186,7 +199,6 @@ def _stop_checker(data: bytes) -> None:
     end, _, first = min(ends)
     assert checker.stopped == first
     assert shown == text[: end if include else end - len(first)]
-
 
 
 _REFUSALS = (ApiError, ValueError)
