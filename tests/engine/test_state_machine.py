@@ -1,8 +1,8 @@
 """Whatever is asked of an engine, in whatever order: hypothesis plays its client, and shortens what goes wrong.
 
 `tests/scheduler/test_properties.py` does the same to the scheduler alone, on a fake device. Here are the real step
-programs, sampler, grammars and text, with little room for pages. A request of which nothing went amiss gets what it gets
-alone.
+programs, sampler, grammars and text, with little room for pages. A request of which nothing went amiss gets what it
+gets alone.
 """
 
 from __future__ import annotations
@@ -100,6 +100,19 @@ class EngineMachine(RuleBasedStateMachine):
                 assert not self.outputs[each.request_id].token_ids
                 del self.live[each.request_id], self.outputs[each.request_id]
 
+    @rule(
+        arrivals=st.lists(
+            st.tuples(st.integers(3, len(PROMPTS) - 1), st.integers(0, len(KINDS) - 1), st.integers(-1, 1)),
+            min_size=3,
+            max_size=6,
+        ),
+        steps=st.integers(0, 6),
+    )
+    def add_more_than_there_is_room_for(self, arrivals: list[tuple[int, int, int]], steps: int) -> None:
+        for seed, (prompt, kind, priority) in enumerate(arrivals):
+            self.add(prompt, kind, 24, seed, priority, "", None)
+            self.step(steps)
+
     @rule(which=st.integers(0, 99))
     def abort(self, which: int) -> None:
         if self.live:
@@ -185,6 +198,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.alone[case] = output.outputs
         return self.alone[case]
 
+    @classmethod
+    def count(cls, name: str) -> int:
+        """A counter of the schedulers of all modes together."""
+        return sum(getattr(cls.make_llm(**mode).engine.scheduler.counters, name) for mode in MODES.values())
+
 
 def params_of(case: tuple[int, int, int, int]) -> SamplingParams:
     """The settings of a (prompt, kind, length, seed)."""
@@ -205,9 +223,12 @@ LIVES = settings(deadline=None, database=None, suppress_health_check=list(Health
 
 
 def test_whatever_is_asked_of_an_engine_it_answers_everyone(machine):
-    run_state_machine_as_test(
-        machine, settings=settings(LIVES, max_examples=12, stateful_step_count=25, derandomize=True)
-    )
+    few = settings(LIVES, max_examples=120, stateful_step_count=30, derandomize=True)
+    names = ("completed", "aborted", "preemptions", "cached_tokens")
+    before = [machine.count(name) for name in names]
+    run_state_machine_as_test(machine, settings=few)
+    seen = {name: machine.count(name) - was for name, was in zip(names, before, strict=True)}
+    assert all(count > 10 for count in seen.values()), f"lives in which too little happened show little: {seen}"
 
 
 @pytest.mark.slow
