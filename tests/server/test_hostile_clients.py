@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import resource
 import socket
 import struct
 import threading
@@ -12,7 +13,8 @@ import time
 
 import pytest
 
-from jaxserve.server.bounded_http import SPARE_CONNECTIONS, HttpLimits
+from jaxserve.config.flags import parse_flags
+from jaxserve.server.bounded_http import SPARE_CONNECTIONS, HttpLimits, http_limits
 from tests.server.fake_engine import FakeEngine
 from tests.server.hostile import BODY, FOLLOWING, NOT_HTTP, SMUGGLING, answers, is_refused, statuses
 from tests.server.running import RunningServer, error_of, raw_request, until
@@ -173,6 +175,15 @@ def test_others_are_served_beside_many_that_dawdle(hasty):
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_limit_of_connections_leaves_files_for_everything_else(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert HttpLimits().most == 768 - SPARE_CONNECTIONS
+    assert HttpLimits(files_per_connection=2).most == 384 - SPARE_CONNECTIONS
+    assert HttpLimits(max_connections=7).most == 7
+    flags = parse_flags("server", ["server", "--max_connections=7", "--header_timeout_s=3", "--body_timeout_s=4"])
+    assert http_limits(flags) == HttpLimits(3.0, 4.0, 7)
 
 
 def test_beyond_the_limit_of_connections_probes_are_answered_and_others_told_so():
