@@ -29,6 +29,7 @@ from jaxserve.engine import AsyncEngine
 from jaxserve.engine.engine import Engine, Sink
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.output_processor import OutputDelta
+from jaxserve.server.bounded_http import HttpLimits, http_config
 from jaxserve.server.http_app import build_app
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
@@ -72,7 +73,7 @@ async def _measure(route: str, streams: int, tokens: int) -> dict[str, float]:
     engine.start()
     listener = socket.create_server(("127.0.0.1", 0), backlog=streams)
     app = build_app(engine, HttpSettings(), GenerationService(engine))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(http_config(app, None, HttpLimits(), timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     path, prompt = ROUTES[route]
     body = prompt | {"stream": True, "max_tokens": tokens, "ignore_eos": True}

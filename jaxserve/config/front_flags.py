@@ -19,6 +19,7 @@ from jaxserve.config.flag_parsers import (
 FRONTS = frozenset({"server", "router"})
 LOG_FORMATS = ("text", "json")
 _TEXT, _BOOL, _PORT = TextParser(), BooleanParser(), IntParser(0, 65535)
+_SECONDS = FloatParser(low=0.1)
 
 SERVER_NETWORK_FLAGS = [
     *flags_for(
@@ -48,6 +49,14 @@ SERVER_NETWORK_FLAGS = [
             "origins whose web pages may read answers (CORS), or *; default: none",
         ),
         ("max_body_bytes", IntParser(low=1), 8 << 20, "largest request body"),
+        ("header_timeout_s", _SECONDS, 20.0, "seconds that the head of an HTTP request may take"),
+        ("body_timeout_s", _SECONDS, 120.0, "seconds that the body of an HTTP request may take after its head"),
+        (
+            "max_connections",
+            IntParser(low=0),
+            0,
+            "HTTP connections at a time, some for probes besides; 0: by the limit of open files",
+        ),
     ),
 ]
 """Where and for whom; `router` has no gRPC."""

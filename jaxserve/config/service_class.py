@@ -55,7 +55,7 @@ def read_service_classes(path: str | Path) -> tuple[ServiceClass, ...]:
     """
     try:
         content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"service_classes file {path}: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(

@@ -159,12 +159,17 @@ class Channel:
 
 def proof(token: str, nonce: str, side: str) -> str:
     """What shows that `side` ("prefill" or "decode") knows the token, for the other's nonce."""
-    return hmac.new(token.encode(), f"{side}:{nonce}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(token.encode(), _bytes(f"{side}:{nonce}"), hashlib.sha256).hexdigest()
 
 
 def proves(token: str, nonce: str, side: str, given: Any) -> bool:
     """Whether `given` is the `proof`; takes as long whether it is or not."""
-    return hmac.compare_digest(proof(token, nonce, side).encode(), str(given).encode())
+    return hmac.compare_digest(_bytes(proof(token, nonce, side)), _bytes(str(given)))
+
+
+def _bytes(text: str) -> bytes:
+    """Of JSON, which may have halves of surrogate pairs."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def checksum(index: int, group: int, first: int, count: int, payload: Sequence[memoryview]) -> int:

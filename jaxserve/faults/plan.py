@@ -48,6 +48,9 @@ TOLD = frozenset(("out_of_memory", "nan"))
 _TOLD_AT = {"out_of_memory": ("runner.dispatch", "runner.sample", "runner.collect"), "nan": ("runner.dispatch",)}
 
 
+MAX_HANG_S = 86400
+
+
 class InjectedFault(RuntimeError):
     """A fault that a plan asked for."""
 
@@ -81,6 +84,10 @@ class Fault:
             raise ValueError(f"do is {self.do!r}; kinds are {', '.join(KINDS)}")
         if self.at not in _TOLD_AT.get(self.do, PLACES):
             raise ValueError(f"do is {self.do!r} at {self.at}; it is for {', '.join(_TOLD_AT[self.do])}")
+        if self.skip < 0 or (self.times is not None and self.times < 1):
+            raise ValueError(f"skip is {self.skip} and times {self.times}; they are at least 0 and 1")
+        if not 0 <= self.seconds <= MAX_HANG_S:
+            raise ValueError(f"seconds is {self.seconds}; it is from 0 to {MAX_HANG_S}")
 
     def fits(self, iteration: int | None, request_ids: Iterable[str]) -> bool:
         """Whether a passage is one that it names."""
@@ -139,7 +146,7 @@ def read_fault_plan(path: str) -> FaultPlan:
         raise ValueError(f"fault_plan breaks the engine on purpose; a test sets {ALLOW_VARIABLE}=1 in the environment")
     try:
         entries = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"fault_plan {path} cannot be read: {error}") from None
     if not isinstance(entries, list):
         raise ValueError(f"fault_plan {path} holds {type(entries).__name__}; it must be a JSON list of objects")

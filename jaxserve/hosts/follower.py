@@ -26,6 +26,7 @@ from jaxserve.hosts.messages import (
     RunChain,
     StepReader,
     read_arrays,
+    read_json,
     step_digest,
     write_digest,
 )
@@ -91,8 +92,7 @@ class Follower:
         kind, payload = self._frames.get()
         if kind != Kind.DECISION:
             raise HostLostError(f"the leader sent a frame of kind {kind}; a decision was due")
-        decision: dict[str, Any] = json.loads(payload)
-        return decision
+        return read_json(payload)
 
     def run(
         self, runner: ModelRunner, adapter_like: Any, progress: Progress | None, on_ready: Callable[[], None]

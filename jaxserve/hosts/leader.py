@@ -30,7 +30,7 @@ from typing import Any
 
 from jaxserve.core import HostLostError
 from jaxserve.hosts.channel import Channel, accept_peer
-from jaxserve.hosts.messages import Kind, RunChain, read_digest
+from jaxserve.hosts.messages import Kind, RunChain, read_digest, read_json
 from jaxserve.hosts.pulse import Pulse
 
 log = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ class Followers:
                 if kind == Kind.DIGEST:
                     self._take_digest(follower, *read_digest(payload))
                 elif kind == Kind.REPORT:
-                    follower.reports.put(json.loads(payload))
+                    follower.reports.put(self._report(follower, payload))
                 elif kind == Kind.FAILED:
                     text = payload.decode(errors="replace")[:MAX_ERROR_CHARS]
                     raise HostLostError(f"process {follower.process_id} failed: {text}")
@@ -281,10 +281,15 @@ class Followers:
                     raise HostLostError(f"process {follower.process_id} sent a frame of kind {kind}")
         except HostLostError as error:
             self.lose(error)
-        except ValueError as error:
-            self.lose(HostLostError(f"process {follower.process_id} sent a message that cannot be read: {error}"))
         finally:
             follower.channel.close()
+
+    def _report(self, follower: _Follower, payload: bytes) -> dict[str, Any]:
+        try:
+            return read_json(payload)
+        except HostLostError as error:
+            message = f"process {follower.process_id} sent a message that cannot be read: {error}"
+            raise HostLostError(message) from error
 
     def _take_digest(self, follower: _Follower, iteration: int, digest: bytes) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -25,6 +26,17 @@ from jaxserve.tables import Bucket, StepTables
 DIGEST_BYTES = 16
 PIECE_BYTES = 64 << 20
 """Of what has no bound, as an adapter: other frames, as signs of life, go in between."""
+_BROKEN = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    StopIteration,
+    struct.error,
+)
+"""What reading bytes of another form comes to."""
 _LENGTH = struct.Struct("<I")
 _STEP_ID = struct.Struct("<Q")
 
@@ -103,17 +115,41 @@ def pieces_of(parts: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
             yield part[first : first + PIECE_BYTES]
 
 
+def read_json(payload: bytes) -> dict[str, Any]:
+    """The object of a `REPORT` or a `DECISION`.
+
+    Raises:
+      HostLostError: it is none.
+    """
+    try:
+        value = json.loads(payload)
+    except _BROKEN as error:
+        raise HostLostError(f"a message of {len(payload)} bytes is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise HostLostError(f"a message of {len(payload)} bytes is a {type(value).__name__}; it must be an object")
+    return value
+
+
 def read_arrays(payload: bytes) -> tuple[dict[str, Any], list[np.ndarray[Any, Any]]]:
-    """JSON object and arrays of a payload of `write_arrays`; the arrays are read-only views of it."""
-    (length,) = _LENGTH.unpack_from(payload)
-    first = _LENGTH.size + length
-    about = json.loads(payload[_LENGTH.size : first])
-    arrays = []
-    for name, shape in about.pop("arrays"):
-        dtype = jnp.dtype(name)
-        count = int(np.prod(shape, dtype=np.int64))
-        arrays.append(np.frombuffer(payload, dtype, count, first).reshape(shape))
-        first += count * dtype.itemsize
+    """JSON object and arrays of a payload of `write_arrays`; the arrays are read-only views of it.
+
+    Raises:
+      HostLostError: it is none.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(payload)
+        first = _LENGTH.size + length
+        about = read_json(payload[_LENGTH.size : first])
+        arrays = []
+        for name, shape in about.pop("arrays"):
+            dtype = jnp.dtype(str(name))
+            if any(type(size) is not int or size < 0 for size in shape):
+                raise ValueError(f"an array has the shape {shape}")
+            count = math.prod(shape)
+            arrays.append(np.frombuffer(payload, dtype, count, first).reshape(shape))
+            first += count * dtype.itemsize
+    except _BROKEN as error:
+        raise HostLostError(f"a message of {len(payload)} bytes cannot be read: {error}") from error
     if first != len(payload):
         raise HostLostError(f"a message of {len(payload)} bytes has {first} bytes of arrays")
     return about, arrays
@@ -156,14 +192,28 @@ class StepReader:
         self._floats: dict[int, np.ndarray[Any, Any]] = {}
 
     def read(self, payload: bytes) -> tuple[PreparedStep, int, int]:
-        """The step, and the numbers of its decode rows and chunks; its plan has no more than what running it needs."""
+        """The step, and the numbers of its decode rows and chunks; its plan has no more than what running it needs.
+
+        Raises:
+          HostLostError: the payload is none of a step.
+        """
         about, arrays = read_arrays(payload)
+        try:
+            return self._step(about, arrays)
+        except _BROKEN as error:
+            raise HostLostError(f"a step that cannot be read came: {type(error).__name__}: {error}") from error
+
+    def _step(self, about: dict[str, Any], arrays: list[np.ndarray[Any, Any]]) -> tuple[PreparedStep, int, int]:
         rest = iter(arrays)
         ints = next(rest)
         if about["new_floats"]:
             self._floats[about["floats"]] = next(rest)
         limits = next(rest) if about["limits"] else None
-        rows = [(slot, SlotRow(*(next(rest) for _ in SlotRow._fields))) for slot in about["slots"]]
+        size = len(SlotRow._fields)
+        values = list(rest)
+        rows = [
+            (slot, SlotRow(*values[index * size : (index + 1) * size])) for index, slot in enumerate(about["slots"])
+        ]
         tables = StepTables(Bucket(*about["bucket"]), ints, self._floats[about["floats"]], limits)
         num_decode, num_prefill = about["rows"]
         plan = StepPlan(about["iteration"], num_steps=about["steps"])

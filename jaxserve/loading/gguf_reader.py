@@ -13,7 +13,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from jaxserve.core import UnsupportedModelError
+from jaxserve.core import CheckpointError, UnsupportedModelError
 from jaxserve.loading.checkpoint import Part
 from jaxserve.loading.gguf_blocks import unpack
 from jaxserve.loading.gguf_config import ROPE_TENSORS, architecture, hf_config, hf_name, special_token_ids
@@ -78,7 +78,7 @@ class GgufReader:
         rows, *others = (slice(*each) for each in bounds_of(tensor.shape, part))
         heads = self._interleaved_heads(name)
         # Interleaved rows are put in order within a head: heads that hold some of them are read whole; so are vectors.
-        size = 1 if heads is None else tensor.shape[0] // heads
+        size = 1 if heads is None else self._head_size(name, heads)
         whole = slice(rows.start // size * size, -(-rows.stop // size) * size)
         if len(tensor.shape) == 1:
             whole = slice(0, tensor.shape[0])
@@ -97,6 +97,12 @@ class GgufReader:
         heads = self._interleaved_heads(name)
         data = _mapped(tensor, name) if heads is None else unpermute(_mapped(tensor, name), heads)
         return lambda part: unpack(data[part], tensor.quantisation)
+
+    def _head_size(self, name: str, heads: int) -> int:
+        rows = self._tensors[name].shape[0]
+        if not 0 < heads <= rows or rows % heads:
+            raise CheckpointError(f"{self.name}: tensor {name} has {rows} rows, which are no {heads} heads")
+        return rows // heads
 
     def _interleaved_heads(self, name: str) -> int | None:
         """How many heads a tensor's rows are, if llama.cpp has them in another order; None: it has not."""

@@ -152,7 +152,7 @@ def read_header(file: Path, max_bytes: int = _MAX_HEADER_BYTES) -> dict[str, Ent
 
 def _entry(file: Path, name: str, value: Any, data_start: int, size: int) -> Entry:
     try:
-        dtype, shape = value["dtype"], tuple(value["shape"])
+        dtype, shape = str(value["dtype"]), tuple(value["shape"])
         begin, end = value["data_offsets"]
         whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (TypeError, KeyError, ValueError) as error:

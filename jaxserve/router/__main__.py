@@ -19,6 +19,7 @@ from jaxserve.router.devices import device_environments
 from jaxserve.router.launcher import FrontSettings, RouterLauncher
 from jaxserve.router.settings import HealthSettings, ProxySettings, RouterSettings
 from jaxserve.routing import BreakerSettings
+from jaxserve.server.bounded_http import http_limits
 from jaxserve.server.log_format import set_log_format
 from jaxserve.server.tls import tls_files
 
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
             http_port=flags.http_port,
             drain_grace_s=flags.drain_grace_s,
             tls=tls_files(flags.ssl_certfile, flags.ssl_keyfile),
+            limits=http_limits(flags),
         )
     except ValueError as error:
         exit_with(f"--{error}")

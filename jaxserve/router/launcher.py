@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -28,9 +28,10 @@ from jaxserve.router.metrics import RouterMetrics
 from jaxserve.router.pool import ReplicaPool
 from jaxserve.router.settings import RouterSettings
 from jaxserve.router.upstream import Upstream
+from jaxserve.server.bounded_http import HttpLimits, http_config
 from jaxserve.server.errors import ApiError
 from jaxserve.server.listening import HttpServer, address, bind
-from jaxserve.server.tls import TlsFiles, uvicorn_options
+from jaxserve.server.tls import TlsFiles
 
 log = logging.getLogger("jaxserve.router")
 
@@ -47,12 +48,14 @@ class FrontSettings:
       host, http_port: 0 picks a free port.
       drain_grace_s: seconds that open requests get after the first signal.
       tls: None: plain text.
+      limits: of connections and slow clients.
     """
 
     host: str = "127.0.0.1"
     http_port: int = 8000
     drain_grace_s: float = 30.0
     tls: TlsFiles | None = None
+    limits: HttpLimits = field(default_factory=HttpLimits)
 
 
 class RouterLauncher:
@@ -92,7 +95,7 @@ class RouterLauncher:
             loop.add_signal_handler(number, self._signalled, number)
         async with Upstream(self._settings.proxy) as upstream:
             app = RouterApp(self._pool, upstream, self._settings)
-            server = HttpServer(http_config(app.asgi, front.tls))
+            server = HttpServer(router_config(app.asgi, front.tls, front.limits))
             serving = asyncio.create_task(server.serve([listening]))
             probing = asyncio.create_task(HealthChecker(self._pool, upstream, self._settings.health).run())
             living = asyncio.create_task(self._keep_children())
@@ -166,22 +169,10 @@ class RouterLauncher:
         self._stop.set()
 
 
-def http_config(app: ASGIApp, tls: TlsFiles | None = None) -> uvicorn.Config:
-    """How the router's HTTP is served.
-
-    By h11 even where httptools is installed, which would be a little faster: h11 bounds a head that is not complete
-    (64 KiB) and is strict about framing, as what stands before other servers must be.
-    """
-    return uvicorn.Config(
-        app,
-        http="h11",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=round(FLUSH_S),
-        **uvicorn_options(tls),
-    )
+def router_config(app: ASGIApp, tls: TlsFiles | None = None, limits: HttpLimits | None = None) -> uvicorn.Config:
+    """How the router's HTTP is served; a client's connection may lead to one to a replica."""
+    limits = replace(limits or HttpLimits(), files_per_connection=2)
+    return http_config(app, tls, limits, lifespan="off", timeout_graceful_shutdown=round(FLUSH_S))
 
 
 async def _told(task: asyncio.Task[None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -90,7 +91,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return _is_int(value) or isinstance(value, float)
+    return (_is_int(value) and abs(value) < 2**63) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_list(value: Any, fits: Callable[[Any], bool]) -> bool:

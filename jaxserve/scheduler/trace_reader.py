@@ -256,7 +256,7 @@ class TraceReader:
                 where = f"trace {self._path} line {number}"
                 try:
                     data = json.loads(text)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise ValueError(f"{where} is not JSON: {error}; the file is damaged, record it again") from error
                 yield TraceFields(where, number, data)
 

@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
         process_id = join_processes(config)
     from jaxserve.engine import AsyncEngine
+    from jaxserve.server.bounded_http import http_limits
     from jaxserve.server.console import StartupDisplay
     from jaxserve.server.disaggregated import disaggregation_sides
     from jaxserve.server.launcher import LAST_EXIT_S, Launcher, ServerSettings
@@ -91,6 +92,7 @@ def main(argv: Sequence[str]) -> int:
         exit_on_death=flags.exit_on_death,
         http=http,
         tls=tls,
+        limits=http_limits(flags),
         tool_call_parser=flags.tool_call_parser,
         kv_host=flags.kv_host,
     )

@@ -20,13 +20,13 @@ from starlette.responses import Response
 from jaxserve.config import EngineConfig
 from jaxserve.core import HostLostError
 from jaxserve.engine.follower import EngineFollower
+from jaxserve.server.bounded_http import http_config
 from jaxserve.server.json_body import JsonResponse
 from jaxserve.server.launcher import ServerSettings
 from jaxserve.server.listening import address, bind
 from jaxserve.server.log_format import operator_console, tell_failure
 from jaxserve.server.process import flush_and_exit
 from jaxserve.server.start_errors import start_error
-from jaxserve.server.tls import uvicorn_options
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +62,7 @@ def follow_leader(config: EngineConfig, settings: ServerSettings, log_format: st
     except OSError as error:
         tell_failure(console, str(error))
         return 1
-    options = uvicorn_options(settings.tls)
-    server = uvicorn.Server(
-        uvicorn.Config(_probes(follower), log_config=None, log_level="warning", access_log=False, **options)
-    )
+    server = uvicorn.Server(http_config(_probes(follower), settings.tls, settings.limits))
     scheme = "http" if settings.tls is None else "https"
     log.info("probes at %s://%s", scheme, address(settings.host, http_socket.getsockname()[1]))
     threading.Thread(target=server.run, args=([http_socket],), name="probes", daemon=True).start()

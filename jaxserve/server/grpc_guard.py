@@ -1,12 +1,14 @@
-"""What every gRPC call goes through: API keys, and errors as statuses."""
+"""What every gRPC call goes through: API keys, messages that are none, and errors as statuses."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
 from jaxserve.server.auth import KeyRing
@@ -77,6 +79,48 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         except ApiError as error:
             return _refusing(error)
         return await continuation(handler_call_details)
+
+
+class MessageInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses bytes that are no message of the method's type, which grpc would log as a fault of the server's."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The method's handler, given what has been parsed."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        parse = handler.request_deserializer
+
+        async def parsed(data: bytes, context: Context) -> Any:
+            try:
+                return parse(data)
+            except DecodeError:
+                message = "the message's bytes are none of the method's type"
+                await abort(context, ApiError("invalid", message, code="invalid_message"))
+
+        if not handler.response_streaming:
+
+            async def answer(data: bytes, context: Context) -> Any:
+                return await handler.unary_unary(await parsed(data, context), context)
+
+            return grpc.unary_unary_rpc_method_handler(answer, None, handler.response_serializer)
+        if not inspect.isasyncgenfunction(handler.unary_stream):  # it writes to the context
+
+            async def write(data: bytes, context: Context) -> None:
+                await handler.unary_stream(await parsed(data, context), context)
+
+            return grpc.unary_stream_rpc_method_handler(write, None, handler.response_serializer)
+
+        async def stream(data: bytes, context: Context) -> AsyncIterator[Any]:
+            async with contextlib.aclosing(handler.unary_stream(await parsed(data, context), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return grpc.unary_stream_rpc_method_handler(stream, None, handler.response_serializer)
 
 
 def _refusing(error: ApiError) -> Any:

@@ -19,7 +19,14 @@ from jaxserve.server.auth import KeyRing, agreed_tenant
 from jaxserve.server.errors import ApiError, unfinished_error
 from jaxserve.server.field_checks import check_name, check_request_id, check_truncation, kept_tokens
 from jaxserve.server.grpc_convert import chat_messages, constraint, delta_response, prompt_scores, sampling_params
-from jaxserve.server.grpc_guard import Context, KeyInterceptor, errors_to_status, seconds_left, tenant_of_call
+from jaxserve.server.grpc_guard import (
+    Context,
+    KeyInterceptor,
+    MessageInterceptor,
+    errors_to_status,
+    seconds_left,
+    tenant_of_call,
+)
 from jaxserve.server.health import health_of
 from jaxserve.server.messages import chat_end
 from jaxserve.server.orchestrator import ORCHESTRATOR_NAME, OrchestratorServicer
@@ -229,7 +236,7 @@ class GrpcServer:
             ("grpc.max_receive_message_length", settings.max_body_bytes),
             *KEEPALIVE,
         ]
-        interceptors = [KeyInterceptor(keys, settings.guard_probes)]
+        interceptors = [KeyInterceptor(keys, settings.guard_probes), MessageInterceptor()]
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
         servicer = InferenceServicer(service, keys)
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]

@@ -6,7 +6,6 @@ UTF-8, no lone surrogates, at most 1024 levels deep. orjson refuses all of these
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import orjson
@@ -14,9 +13,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from jaxserve.server.errors import ApiError
-
-BODY_TIMEOUT_S = 120.0
-"""A client that sends its body slower than this is cut off."""
 
 
 class JsonResponse(Response):
@@ -32,7 +28,7 @@ class JsonResponse(Response):
 def error_response(error: ApiError) -> JsonResponse:
     """An error as its HTTP answer."""
     headers = error.headers()
-    if error.kind in ("too_large", "request_timeout"):
+    if error.kind == "too_large":
         headers["Connection"] = "close"  # the rest of the body is never read
     return JsonResponse(error.body(), status_code=error.http_status, headers=headers)
 
@@ -44,7 +40,7 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
       limit: most bytes of a body; refused while reading, before more is held.
 
     Raises:
-      ApiError: 400, 408, 413 or 415.
+      ApiError: 400, 413 or 415. A body that comes too slowly is `bounded_http`'s to end.
     """
     body = await read_body(request, limit)
     try:
@@ -63,7 +59,7 @@ async def read_body(request: Request, limit: int) -> bytes:
       limit: most bytes of a body; refused while reading, before more is held.
 
     Raises:
-      ApiError: 400, 408, 413 or 415.
+      ApiError: 400, 413 or 415. A body that comes too slowly is `bounded_http`'s to end.
     """
     media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     # Other types are what a foreign web page can post without asking the browser for permission.
@@ -71,14 +67,6 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise ApiError("unsupported_media", f"content type is {media[:100]!r}; send application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError("unsupported_media", "compressed request bodies are not supported; send the JSON as it is")
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _read(request, limit)
-    except TimeoutError:
-        raise ApiError("request_timeout", f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
-
-
-async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and len(declared) < 20 and int(declared) > limit:
         raise _too_large(limit, f"{int(declared)} bytes")

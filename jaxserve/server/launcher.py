@@ -20,9 +20,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-import uvicorn
-
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
+from jaxserve.server.bounded_http import HttpLimits, http_config
 from jaxserve.server.console import StartupDisplay
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
@@ -32,7 +31,7 @@ from jaxserve.server.process import flush_and_exit, wait_until_ready
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
 from jaxserve.server.start_errors import start_error
-from jaxserve.server.tls import TlsFiles, uvicorn_options
+from jaxserve.server.tls import TlsFiles
 
 if TYPE_CHECKING:  # they load jax
     from jaxserve.disaggregation import PrefillServer, RemotePrefill
@@ -58,6 +57,7 @@ class ServerSettings:
       exit_on_death: the process ends when its engine has died; else it stays, answering 503.
       http: the HTTP front's own settings; its keys, guards and body limit hold for gRPC too.
       tls: for both fronts; None: plain text.
+      limits: of the HTTP front.
       tool_call_parser: see `GenerationService`.
       kv_host: address of a prefill server's own port, as it is told.
     """
@@ -69,6 +69,7 @@ class ServerSettings:
     exit_on_death: bool = True
     http: HttpSettings = field(default_factory=HttpSettings)
     tls: TlsFiles | None = None
+    limits: HttpLimits = field(default_factory=HttpLimits)
     tool_call_parser: str = AUTO_TOOL_CALL_PARSER
     kv_host: str = "127.0.0.1"
 
@@ -115,13 +116,11 @@ class Launcher:
         self._catch_signals()
         self._engine.start()
         http_server = HttpServer(
-            uvicorn.Config(
+            http_config(
                 build_app(self._engine, settings.http, service),
-                log_config=None,  # its records go where all others go
-                log_level="warning",
-                access_log=False,
+                settings.tls,
+                settings.limits,
                 timeout_graceful_shutdown=round(FLUSH_S),
-                **uvicorn_options(settings.tls),
             )
         )
         http_task = asyncio.create_task(http_server.serve([http_socket]))

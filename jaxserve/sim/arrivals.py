@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.sim.json_fields import JsonFields
+from jaxserve.sim.json_fields import JsonFields, is_finite
 from jaxserve.sim.source import Arrival
 
 KINDS = ("poisson", "gamma", "constant", "batch", "trace", "closed_loop")
@@ -140,7 +140,7 @@ def _times(fields: JsonFields) -> tuple[float, ...]:
     times = fields.items("times")
     last = 0.0
     for index, at in enumerate(times):
-        if isinstance(at, bool) or not isinstance(at, int | float) or not last <= at < float("inf"):
+        if isinstance(at, bool) or not isinstance(at, int | float) or not (last <= at and is_finite(at)):
             name = fields.name_of(f"times[{index}]")
             raise ValueError(f"{name} is {at!r}; it must be a finite number of at least {last:g}: times ascend from 0")
         last = float(at)

@@ -15,8 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from jaxserve.scheduler.trace_fields import TraceFields
 from jaxserve.sim.arrivals import Arrivals
-from jaxserve.sim.json_fields import JsonFields, read_json
+from jaxserve.sim.json_fields import MAX_TOKENS, JsonFields, read_json
 from jaxserve.sim.source import Arrival, Source, TimedSource, make_request, prompt_of
 from jaxserve.sim.workload import Workload, parse_priority, parse_workload, priority_name
 
@@ -147,7 +148,7 @@ def read_trace(path: str | Path) -> Iterator[dict[str, Any]]:
                     yield record
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a trace (JSON lines, as --trace_file writes them): {error}") from None
 
 
@@ -155,12 +156,15 @@ def _recorded_entries(path: str | Path) -> list[Entry]:
     entries: list[Entry] = []
     by_id: dict[str, Entry] = {}
     emitted: dict[int, int] = {}  # by identity of the entry
-    for record in read_trace(path):
-        for event in record.get("events", ()):
-            if event["kind"] == "add" and event["outcome"] != "duplicate_id":
+    for number, record in enumerate(read_trace(path), 2):
+        line = TraceFields(
+            f"{path} line {number}", number, {"events": [], "decode": [], "prefill_emitted": []} | record
+        )
+        for event in line.events():
+            if event.text("kind") == "add" and event.text("outcome") != "duplicate_id":
                 entries.append(_from_event(event))
-                by_id[event["id"]] = entries[-1]
-        for request_id in chain(record.get("decode", ()), record.get("prefill_emitted", ())):
+                by_id[event.text("id")] = entries[-1]
+        for request_id in chain(line.ids("decode"), line.ids("prefill_emitted")):
             entry = by_id[request_id]
             emitted[id(entry)] = emitted.get(id(entry), 0) + 1
     for entry in entries:
@@ -177,22 +181,25 @@ def _fixed(name: str, entries: list[Entry], where: str) -> FixedWorkload:
     return FixedWorkload(name, tuple(entries), Arrivals("trace", times=tuple(entry.at for entry in entries)))
 
 
-def _from_event(event: dict[str, Any]) -> Entry:
-    deadline_at = event.get("deadline_at")
+def _from_event(event: TraceFields) -> Entry:
+    deadline_at = event.instant_or_null("deadline_at") if "deadline_at" in event.data else None
+    prompt, max_tokens = event.integer("prompt", 1), event.integer("max_tokens", 0)
+    if max(prompt, max_tokens) > MAX_TOKENS:
+        event.wrong("prompt" if prompt > MAX_TOKENS else "max_tokens", f"at most {MAX_TOKENS}")
     return Entry(
-        at=event["now"],
-        prompt=event["prompt"],
-        max_tokens=event["max_tokens"],
+        at=event.instant("now"),
+        prompt=prompt,
+        max_tokens=max_tokens,
         num_output=0,
-        priority=event["priority"],
-        tenant=event["tenant"],
-        service_class=event.get("service_class", ""),
-        deadline_s=None if deadline_at is None else deadline_at - event["now"],
+        priority=event.integer("priority"),
+        tenant=event.text("tenant"),
+        service_class=event.text("service_class") if "service_class" in event.data else "",
+        deadline_s=None if deadline_at is None else deadline_at - event.instant("now"),
     )
 
 
 def _entry(fields: JsonFields) -> Entry:
-    max_tokens = fields.integer("max_tokens", 1)
+    max_tokens = fields.integer("max_tokens", 1, most=MAX_TOKENS)
     num_output = fields.integer("output", 1, max_tokens)
     if num_output > max_tokens:
         raise ValueError(f"{fields.name_of('output')} is {num_output}; it must be at most max_tokens ({max_tokens})")
@@ -202,7 +209,7 @@ def _entry(fields: JsonFields) -> Entry:
         if not prompt or any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
             raise ValueError(f"{fields.name_of('prompt_ids')} must be a list of at least one integer")
     else:
-        prompt = fields.integer("prompt_len", 1)
+        prompt = fields.integer("prompt_len", 1, most=MAX_TOKENS)
     return Entry(
         at=fields.number("arrival", 0.0, low=0.0),
         prompt=prompt,

@@ -8,6 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+MAX_INTEGER = 2**63 - 1
+"""Of an integer field: what 64 bits and a float hold."""
+MAX_TOKENS = 2**24
+"""Of a prompt or an output: each of a prompt's tokens takes memory."""
 REQUIRED: Any = object()
 """Default of a field that must be given."""
 
@@ -24,7 +28,7 @@ def read_json(path: str | Path) -> Any:
         return json.loads(Path(path).read_text())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
@@ -58,13 +62,15 @@ class JsonFields:
             raise ValueError(f"{self.name_of(name)} is missing; it must be given")
         return default
 
-    def integer(self, name: str, low: int, default: Any = REQUIRED) -> int:
-        """An integer of at least `low`."""
+    def integer(self, name: str, low: int, default: Any = REQUIRED, *, most: int = MAX_INTEGER) -> int:
+        """An integer of at least `low` and at most `most`."""
         value = self.any(name, default)
         if value is default and name not in self._document:
             return value  # type: ignore[no-any-return]
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ValueError(f"{self.name_of(name)} is {_shown(value)}; it must be an integer of at least {low}")
+        if value > most:
+            raise ValueError(f"{self.name_of(name)} is {_shown(value)}; it must be at most {most}")
         return value
 
     def number(
@@ -80,7 +86,7 @@ class JsonFields:
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not math.isfinite(value)
+            or not is_finite(value)
             or (above is not None and value <= above)
             or (low is not None and value < low)
         ):
@@ -127,6 +133,11 @@ class JsonFields:
         if not isinstance(value, kind):
             raise ValueError(f"{self.name_of(name)} is {_shown(value)}; it must be {_KINDS[kind]}")
         return value
+
+
+def is_finite(value: float) -> bool:
+    """Whether a float holds it; an integer of JSON may be of any size."""
+    return -math.inf < value < math.inf and (isinstance(value, float) or abs(value) <= MAX_INTEGER)
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.sim.json_fields import JsonFields
+from jaxserve.sim.json_fields import MAX_TOKENS, JsonFields
 
 KINDS = ("constant", "uniform", "exponential", "lognormal", "list")
 _BLOCK = 1024
@@ -48,7 +48,7 @@ def parse_lengths(parent: JsonFields, name: str, default: Any = None) -> Lengths
     if isinstance(value, Lengths):
         return value
     if not isinstance(value, dict):
-        return _constant(parent.integer(name, 1))
+        return _constant(parent.integer(name, 1, most=MAX_TOKENS))
     fields = parent.object(name)
     kind = fields.choice("kind", KINDS)
     lengths = _PARSERS[kind](fields)
@@ -62,7 +62,7 @@ def _constant(value: int) -> Lengths:
 
 def _uniform(fields: JsonFields) -> Lengths:
     low = fields.integer("low", 1)
-    high = fields.integer("high", low)
+    high = fields.integer("high", low, most=MAX_TOKENS)
     return Lengths(high, lambda rng, count: rng.integers(low, high, count, endpoint=True))
 
 
@@ -78,7 +78,7 @@ def _lognormal(fields: JsonFields) -> Lengths:
 
 def _clipped(fields: JsonFields, draw: Callable[[np.random.Generator, int], npt.NDArray[np.float64]]) -> Lengths:
     low = fields.integer("min", 1, 1)
-    high = fields.integer("max", low)
+    high = fields.integer("max", low, most=MAX_TOKENS)
     return Lengths(high, lambda rng, count: np.clip(np.rint(draw(rng, count)), low, high).astype(np.int64))
 
 
@@ -87,14 +87,15 @@ def _list(fields: JsonFields) -> Lengths:
     if not values:
         raise ValueError(f"{fields.name_of('values')} is empty; it must hold at least one length")
     for index, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{fields.name_of(f'values[{index}]')} is {value!r}; it must be an integer of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
+            name = fields.name_of(f"values[{index}]")
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1 and at most {MAX_TOKENS}")
     table = np.asarray(values, np.int64)
     return Lengths(int(table.max()), lambda rng, count: table[rng.integers(0, len(table), count)])
 
 
 _PARSERS: dict[str, Callable[[JsonFields], Lengths]] = {
-    "constant": lambda fields: _constant(fields.integer("value", 1)),
+    "constant": lambda fields: _constant(fields.integer("value", 1, most=MAX_TOKENS)),
     "uniform": _uniform,
     "exponential": _exponential,
     "lognormal": _lognormal,

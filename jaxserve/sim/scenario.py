@@ -27,7 +27,7 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.config.engine_config import check_page_size
 from jaxserve.core import FinishReason
 from jaxserve.sim.cost_model import UnitCost
-from jaxserve.sim.json_fields import JsonFields, read_json
+from jaxserve.sim.json_fields import MAX_TOKENS, JsonFields, read_json
 from jaxserve.sim.request_log import COMPLETED, RequestLog
 from jaxserve.sim.simulator import Simulator
 from jaxserve.sim.source import Arrival, TimedSource, make_request, prompt_of
@@ -233,7 +233,7 @@ def _arrival(entry: JsonFields, number: int) -> Arrival:
     request_id = entry.text("id")
     at = entry.integer("arrival", 0)
     priority = parse_priority(entry)
-    num_prompt, num_output = entry.integer("prompt", 1), entry.integer("output", 1)
+    num_prompt, num_output = entry.integer("prompt", 1, most=MAX_TOKENS), entry.integer("output", 1, most=MAX_TOKENS)
     entry.close()
     request = make_request(request_id, prompt_of(number, num_prompt), num_output, priority=priority)
     return Arrival(float(at), request, num_output, priority_name(priority))

@@ -18,7 +18,6 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 _LONGEST_CHARACTER = 4  # bytes
-_REPLACEMENT = "\ufffd"
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -59,8 +58,9 @@ class IncrementalDetokenizer:
         tail = self._prompt_tail(prompt_token_ids)
         self._decoder.decode(tail)
         unfinished = self._decoder.getstate()[0]
-        # decode(prompt) shows an unfinished character as one U+FFFD; a U+FFFD that takes its place repeats it.
-        self._repeats_replacement = bool(unfinished)
+        # decode(prompt) shows an unfinished character as U+FFFD, two of them where its bytes begin a surrogate, which
+        # is no character; as many that take its place repeat it.
+        self._repeated = unfinished.decode("utf-8", "replace")
         self._at_start = tokenizer.strips_first_space and not tail
 
     def add(self, token_id: int) -> str:
@@ -78,9 +78,11 @@ class IncrementalDetokenizer:
         return self._deliver(self._decoder.decode(b"", final=True))
 
     def _deliver(self, text: str) -> str:
-        if self._repeats_replacement and text:
-            self._repeats_replacement = False
-            return text.removeprefix(_REPLACEMENT)
+        if self._repeated and text:
+            repeated, self._repeated = self._repeated, ""
+            while repeated and not text.startswith(repeated):
+                repeated = repeated[:-1]
+            return text[len(repeated) :]
         return text
 
     def _prompt_tail(self, prompt_token_ids: Sequence[int]) -> bytes:

@@ -12,11 +12,12 @@ import httpx
 
 from jaxserve.router.app import RouterApp
 from jaxserve.router.health import HealthChecker
-from jaxserve.router.launcher import http_config
+from jaxserve.router.launcher import router_config
 from jaxserve.router.metrics import RouterMetrics
 from jaxserve.router.pool import ReplicaPool
 from jaxserve.router.settings import HealthSettings, RouterSettings
 from jaxserve.router.upstream import Upstream
+from jaxserve.server.bounded_http import HttpLimits
 from jaxserve.server.listening import HttpServer
 from tests.server.running import metric_samples, until, until_async
 
@@ -186,6 +187,7 @@ class RunningRouter:
 
     replicas: list[str]
     settings: RouterSettings = field(default_factory=RouterSettings)
+    limits: HttpLimits = field(default_factory=HttpLimits)
 
     def __post_init__(self) -> None:
         if self.settings.health == HealthSettings():
@@ -204,7 +206,7 @@ class RunningRouter:
         self.pool = ReplicaPool(self.replicas, self.settings, self.metrics)
         async with Upstream(self.settings.proxy) as upstream:
             self.app = RouterApp(self.pool, upstream, self.settings)
-            self._server = HttpServer(http_config(self.app.asgi))
+            self._server = HttpServer(router_config(self.app.asgi, limits=self.limits))
             probing = asyncio.create_task(HealthChecker(self.pool, upstream, self.settings.health).run())
             serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
             await until_async(lambda: self._server.started)

@@ -13,12 +13,13 @@ from typing import Any
 import httpx
 import uvicorn
 
+from jaxserve.server.bounded_http import HttpLimits, http_config
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
 from jaxserve.server.http_app import build_app
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
-from jaxserve.server.tls import TlsFiles, uvicorn_options
+from jaxserve.server.tls import TlsFiles
 
 
 class RunningServer:
@@ -33,11 +34,16 @@ class RunningServer:
     """
 
     def __init__(
-        self, make_engine: Callable[[], EngineApi], settings: HttpSettings | None = None, tls: TlsFiles | None = None
+        self,
+        make_engine: Callable[[], EngineApi],
+        settings: HttpSettings | None = None,
+        tls: TlsFiles | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
         self._make_engine = make_engine
         self._settings = settings or HttpSettings()
         self._tls = tls
+        self._limits = limits or HttpLimits()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{self.port}"
@@ -51,10 +57,7 @@ class RunningServer:
         self.engine: Any = self._make_engine()
         service = GenerationService(self.engine)
         app = build_app(self.engine, self._settings, service)
-        options = uvicorn_options(self._tls)
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=2, **options)
-        )
+        self._server = uvicorn.Server(http_config(app, self._tls, self._limits, timeout_graceful_shutdown=2))
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         grpc_server = GrpcServer(service, "127.0.0.1", 0, self._settings, self._tls)
         self.grpc_address = f"127.0.0.1:{grpc_server.port}"

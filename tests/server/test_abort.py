@@ -37,6 +37,7 @@ def counter(client, name):
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_ends_its_generation(server, client, how, n, stream):
+    """ABT-1."""
     engine = server.engine.engine
     engine.gate.clear()
     aborted = counter(client, 'jaxserve:request_success_total{engine="0",finished_reason="abort"')
@@ -53,13 +54,14 @@ def test_a_client_that_goes_away_ends_its_generation(server, client, how, n, str
 
 
 def test_a_client_that_leaves_after_some_chunks_stops_the_tokens(server, client):
-    # 200 times: no growth, whichever moment it hits.
+    """ABT-1: 200 times, in every way, of one choice and of four: no growth, whichever moment it hits."""
     engine = server.engine.engine
     for round_number in range(200):
         connection = socket.create_connection(("127.0.0.1", server.port))
-        connection.sendall(raw_request("/v1/completions", LONG | {"stream": True}))
+        n = (1, 4)[round_number // 3 % 2]
+        connection.sendall(raw_request("/v1/completions", LONG | {"stream": True, "n": n}))
         read_until(connection, 3)
-        leave(connection, ("FIN", "RST")[round_number % 2])
+        leave(connection, ("FIN", "RST", "half-close")[round_number % 3])
     until(lambda: engine.clean, 2, "idle-clean")
     tokens = counter(client, "jaxserve:generation_tokens_total")
     assert counter(client, "jaxserve:generation_tokens_total") == tokens
@@ -114,6 +116,7 @@ def grpc_code_of_second(server, request_id):
 
 
 def test_an_id_that_is_live_over_grpc_is_refused_on_both_fronts(server, client):
+    """ABT-4."""
     engine = server.engine.engine
     with grpc.insecure_channel(server.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -146,6 +149,7 @@ def test_a_live_id_is_refused_by_status_whatever_the_engine(fake_server, fake_cl
 
 
 def test_a_live_request_id_is_refused_and_may_be_reused_afterwards(server, client):
+    """ABT-4."""
     engine = server.engine.engine
     first = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "request_id": "twin"}
     alone = client.post("/v1/completions", json=first).json()

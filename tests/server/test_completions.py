@@ -35,6 +35,7 @@ def test_the_answer_has_every_field_of_the_openai_shape(client):
 
 @pytest.mark.parametrize("length", [MAX_MODEL_LEN - 1, MAX_MODEL_LEN, MAX_MODEL_LEN + 1])
 def test_a_prompt_near_the_context_length_runs_or_is_refused_naming_both(client, alive, length):
+    """CHK-2."""
     body = {"prompt": [65] * length, "max_tokens": 1, "temperature": 0}
     response = client.post(URL, json=body)
     if length < MAX_MODEL_LEN:
@@ -46,6 +47,7 @@ def test_a_prompt_near_the_context_length_runs_or_is_refused_naming_both(client,
 
 
 def test_without_max_tokens_the_output_ends_with_the_context(client):
+    """CHK-2."""
     answer = complete(client, prompt=[65] * (MAX_MODEL_LEN - 3), ignore_eos=True)
     assert len(answer["choices"][0]["token_ids"]) == 3
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -56,6 +58,7 @@ def test_without_max_tokens_a_completion_has_sixteen(client):
 
 
 def test_an_explicit_max_tokens_past_the_context_is_refused(client, alive):
+    """CHK-2."""
     body = {"prompt": [65] * 100, "max_tokens": MAX_MODEL_LEN - 100 + 1}
     message = error_of(client.post(URL, json=body), 400)["message"]
     assert "100" in message and "29" in message and str(MAX_MODEL_LEN) in message
@@ -64,6 +67,7 @@ def test_an_explicit_max_tokens_past_the_context_is_refused(client, alive):
 
 @pytest.mark.parametrize("length", [1, 5, MAX_MODEL_LEN])
 def test_max_tokens_zero_scores_the_prompt(client, alive, length):
+    """CHK-2."""
     prompt = [65 + i % 26 for i in range(length)]
     answer = complete(client, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
     (choice,) = answer["choices"]
@@ -168,11 +172,13 @@ def test_several_choices_differ_repeat_and_join_per_index(client):
 
 @pytest.mark.parametrize("setting", [{"temperature": t} for t in (1e-6, 1e-5, 1e-4, 1e-3)])
 def test_tiny_temperatures_are_greedy(client, setting, baseline):
+    """SMP-4."""
     check_tokens(client, baseline, setting)
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0}, {"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1}])
 def test_the_tightest_filters_are_greedy(client, setting, baseline):
+    """SMP-4."""
     check_tokens(client, baseline, {"temperature": 1, "seed": 1} | setting)
 
 
@@ -183,6 +189,7 @@ def check_tokens(client, expected, setting):
 
 @pytest.mark.parametrize("setting", [{"top_k": -1}, {"top_k": 0}, {"top_k": 264}, {"top_k": 10**7}, {"top_p": 1}])
 def test_filters_that_keep_everything_change_nothing(client, setting):
+    """SMP-4."""
     body = {"prompt": "The sea", "temperature": 1, "seed": 7, "max_tokens": 12}
     assert complete(client, **body | setting)["choices"] == complete(client, **body)["choices"]
 

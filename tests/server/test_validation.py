@@ -18,6 +18,7 @@ def post(client, body, path="/v1/completions"):
 
 @pytest.mark.parametrize("ids", [[VOCAB_SIZE], [-1], [2**31], [1.5], [True], [5, "a"], [[1], [VOCAB_SIZE]]])
 def test_a_prompt_id_outside_the_vocabulary_is_refused(client, alive, ids):
+    """API-1."""
     error = error_of(post(client, {"prompt": ids}), 400)
     assert error["param"] == "prompt"
     alive()
@@ -25,6 +26,7 @@ def test_a_prompt_id_outside_the_vocabulary_is_refused(client, alive, ids):
 
 @pytest.mark.parametrize("key", [str(VOCAB_SIZE), "-1", "x", "1.5", "9" * 30])
 def test_a_logit_bias_key_that_is_no_token_is_refused(client, alive, key):
+    """API-1."""
     error = error_of(post(client, {"prompt": "a", "logit_bias": {key: 5}}), 400)
     assert "logit_bias" in error["message"]
     alive()
@@ -51,6 +53,7 @@ MALFORMED = {
 @pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED.keys())
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_malformed_body_is_refused_before_any_stream_begins(client, alive, body, stream):
+    """API-3; `test_hostile_clients` has more bodies."""
     if stream and body.startswith(b"{") and len(body) > 2:
         body = b'{"stream": true, ' + body[1:]
     response = post(client, body)
@@ -62,12 +65,14 @@ def test_a_malformed_body_is_refused_before_any_stream_begins(client, alive, bod
 @pytest.mark.parametrize("messages", [[], None, ["a"], [{"role": "user"}], [{"role": "robot", "content": "a"}], "a"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_malformed_messages_are_refused(client, messages, stream):
+    """API-3."""
     body = {"messages": messages, "stream": stream}
     error = error_of(post(client, body, "/v1/chat/completions"), 400)
     assert error["param"] == "messages"
 
 
 def test_null_means_the_default_for_every_field(client):
+    """API-3: and empty content is taken."""
     schema = client.get("/openapi.json").json()["paths"]
     for path, required in (
         ("/v1/completions", {"prompt": "ab", "max_tokens": 3}),
@@ -97,6 +102,7 @@ BAD_NUMBERS = [
 
 @pytest.mark.parametrize("field", BAD_NUMBERS)
 def test_a_bad_value_is_refused_by_name_in_strict_json(client, alive, field):
+    """SMP-5."""
     response = post(client, f'{{"prompt": "a", {field}}}'.encode())
     error = error_of(response, 400)
     name = field.split('"')[1]
@@ -107,6 +113,7 @@ def test_a_bad_value_is_refused_by_name_in_strict_json(client, alive, field):
 
 @pytest.mark.parametrize("seed", [-(2**63), 2**63 - 1])
 def test_the_largest_seeds_are_taken(client, seed):
+    """SMP-5."""
     answers = [
         post(client, {"prompt": "a", "seed": seed, "max_tokens": 6, "return_token_ids": True}).json() for _ in range(2)
     ]

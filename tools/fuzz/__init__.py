@@ -1,0 +1,1 @@
+"""Fuzzing of the readers of files and messages: docs/reliability.md has the commands."""
