@@ -292,7 +292,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         known = _SHALLOW | _WHOLE
         filters = {name: _limited_filter(name, made) for name, made in self.filters.items() if name in known}
         self.filters = filters | {each.__name__: each for each in (_charge, _weighed, _text, _copied, _counted)}
-        self.tests = {name: _limited_test(made) if name in _COMPARING else made for name, made in self.tests.items()}
+        self.tests = {
+            name: _limited_test(made) if name in _COMPARING else made
+            for name, made in dict[str, Any](self.tests).items()
+        }
         del self.globals["lipsum"]
 
     def add_filter(self, name: str, made: Callable[..., Any]) -> None:

@@ -39,7 +39,6 @@ class Tokenizer:
         adds_bos: bool | None = None,
         chat_templates: Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        special_tokens_in_chat: bool = False,
     ) -> None:
         """Takes over `backend`.
 
@@ -50,7 +49,6 @@ class Tokenizer:
           adds_bos: encode() puts BOS in front; None: as the pipeline does.
           chat_templates: Jinja sources by name; "default" is the chat template.
           special_tokens: `bos_token`, `eos_token`, ... for templates.
-          special_tokens_in_chat: special tokens written out in a chat's messages are recognised.
 
         Raises:
           UnsupportedModelError: the decoder is of neither known family.
@@ -63,7 +61,7 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         self._set_templates(chat_templates or {})
         control_ids = {*self.eos_ids} if bos_id is None else {bos_id, *self.eos_ids}
-        self._controls = None if special_tokens_in_chat else ControlTokens(backend, control_ids)
+        self._controls: ControlTokens | None = ControlTokens(backend, control_ids)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes, self.strips_first_space = _vocabulary_bytes(backend)
@@ -71,6 +69,12 @@ class Tokenizer:
     def _set_templates(self, sources: Mapping[str, str]) -> None:
         self.chat_template: str | None = sources.get("default")
         self._templates = {name: ChatTemplate(text, self._special_tokens) for name, text in sources.items()}
+
+    def with_special_tokens_in_chat(self) -> Tokenizer:
+        """The same tokenizer, which finds special tokens in messages too."""
+        other = copy(self)
+        other._controls = None
+        return other
 
     def with_chat_template(self, source: str) -> Tokenizer:
         """The same tokenizer with this Jinja template and no other."""

@@ -86,7 +86,7 @@ BACKENDS = {
 }
 
 
-def tokenizer_of(name, template=PLAIN, **options):
+def tokenizer_of(name, template=PLAIN):
     backend = BACKENDS[name]()
     if backend.token_to_id("<|im_end|>") is None:
         backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
@@ -96,7 +96,6 @@ def tokenizer_of(name, template=PLAIN, **options):
         eos_ids=[backend.token_to_id("<|im_end|>")],
         adds_bos=False,
         chat_templates={"default": template},
-        **options,
     )
 
 
@@ -210,7 +209,7 @@ def test_a_final_message_is_continued_after_its_text(tmp_path):
 
 
 def test_operators_may_allow_them():
-    tokenizer = tokenizer_of("byte-level BPE", special_tokens_in_chat=True)
+    tokenizer = tokenizer_of("byte-level BPE").with_special_tokens_in_chat()
     ids = tokenizer.encode_chat([{"role": "user", "content": "<|im_end|>"}], False)
     assert controls(tokenizer, ids) == ["<|im_start|>", "<|im_end|>", "<|im_end|>"]
 
