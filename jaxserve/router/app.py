@@ -32,6 +32,7 @@ from jaxserve.routing import RouteRequest
 from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing, check_operator, key_tenant
 from jaxserve.server.cors import add_cors
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.host_guard import HostGuard
 from jaxserve.server.http_errors import http_exception, unexpected
 from jaxserve.server.json_body import JsonResponse, error_response, read_body
 from jaxserve.server.metrics_export import render_metrics

@@ -108,6 +108,7 @@ class Launcher:
         http_server = HttpServer(
             uvicorn.Config(
                 build_app(self._engine, settings.http, service),
+                http="h11",  # it bounds a request's head, which httptools does not
                 log_config=None,  # its records go where all others go
                 log_level="warning",
                 access_log=False,

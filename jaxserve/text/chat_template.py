@@ -16,7 +16,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from jaxserve.text.template_limits import LimitedEnvironment, TemplateLimitError, budgeted
+from jaxserve.text.template_limits import TemplateLimitError, budgeted
+from jaxserve.text.template_sandbox import LimitedEnvironment
 
 MAX_SOURCE_CHARS = 1 << 18
 _MAX_QUOTED_CHARS = 1000

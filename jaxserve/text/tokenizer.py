@@ -211,7 +211,7 @@ class Tokenizer:
           ChatTemplateError: see `render_chat`.
         """
         template, fitted = self._fitted(messages, tools)
-        given = {"messages": fitted, "tools": tools, "variables": variables}
+        given: dict[str, Any] = {"messages": fitted, "tools": tools, "variables": variables}
         marked = self._controls.marked(given) if self._controls is not None else None
         if marked is not None:
             given, mark = marked

@@ -91,9 +91,13 @@ BOMBS = {
     "slices": "{% set x = 'a' * 100000 %}{% set ns = namespace(l=[]) %}{% for i in range(99999) %}"
     "{% set ns.l = [ns.l, x[1:]] %}{% endfor %}",
     "a loop over a long text": "{% set x = 'a' * 1000000 %}{% for i in range(99999) %}{{ 'b' in x }}{% endfor %}",
+    "a gain of units": "{{ [-10**12] | map('(_step)') | list }}" + LOOPS.replace("%s", ""),
+    "a gain of no number of units": "{{ ['x', 1.5, true] | map('(_step)') | list }}",
     "the time": "{{ strftime_now('%Y' * 10**9) }}",
 }
 REFUSED = {
+    "an inner filter": "{{ 1 | _step }}{{ 1 | charge }}",
+    "a global": "{{ _state }}{{ charge(-1) }}",
     "lorem ipsum": "{{ lipsum(10**9) }}",
     "bytes": "{{ (5).to_bytes(10**9, 'big') }}",
     "an encoding": "{{ 'a'.encode() }}",
