@@ -20,7 +20,7 @@ class HealthSettings:
 
     interval_s: float = 1.0
     timeout_s: float = 5.0
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

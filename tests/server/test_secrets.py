@@ -12,6 +12,8 @@ import pytest
 
 from jaxserve.config.api_keys import ApiKey
 from jaxserve.disaggregation.prefill_server import PrefillSettings
+from jaxserve.disaggregation.remote_prefill import RemotePrefillSettings
+from jaxserve.router.settings import HealthSettings
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
 from jaxserve.server.settings import HttpSettings
@@ -53,15 +55,16 @@ class Server:
         }
         self.process = self.start("--log_requests")
         self.lines, self.errors = [], []
+        self.readers = [self.keep(self.process.stderr, self.errors)]
         ready = self.process.stdout.readline().split()
-        assert ready[:2] == ["jaxserve", "ready"], self.process.stderr.read()
+        assert ready[:2] == ["jaxserve", "ready"], "".join(self.errors)[-3000:]
         self.addresses = dict(word.split("=") for word in ready[2:])
-        self.readers = [
-            threading.Thread(target=lambda stream=stream, kept=kept: kept.extend(stream), daemon=True)
-            for stream, kept in ((self.process.stdout, self.lines), (self.process.stderr, self.errors))
-        ]
-        for reader in self.readers:
-            reader.start()
+        self.readers.append(self.keep(self.process.stdout, self.lines))
+
+    def keep(self, stream, kept):
+        reader = threading.Thread(target=lambda: kept.extend(stream), daemon=True)
+        reader.start()
+        return reader
 
     def start(self, *more):
         flags = [f"--{name}={value}" for name, value in self.flags.items()]
@@ -147,6 +150,7 @@ def test_no_output_of_a_server_has_a_secret_or_a_prompt(tmp_path, tiny_model_dir
 
 def test_settings_do_not_show_their_secrets():
     keys = (ApiKey(OPERATOR), ApiKey(TENANT, "alice"))
-    for settings in (HttpSettings(api_keys=keys), keys, PrefillSettings(token=TOKEN)):
+    apart = (PrefillSettings(token=TOKEN), RemotePrefillSettings((), TOKEN), HealthSettings(api_key=OPERATOR))
+    for settings in (HttpSettings(api_keys=keys), keys, *apart):
         for secret in (OPERATOR, TENANT, TOKEN):
             assert secret not in repr(settings) and secret not in str(settings)
