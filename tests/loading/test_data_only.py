@@ -40,7 +40,7 @@ def load(path, adapter):
 for model in good:
     load(model, "")  # what is imported late is imported now
 FORBIDDEN = ("pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork",
-             "socket.connect", "socket.bind", "socket.getaddrinfo", "ctypes.dlopen", "marshal.loads")
+             "socket.connect", "socket.bind", "socket.getaddrinfo", "ctypes.dlopen")
 OURS = (*filter(None, sys.path), sys.prefix, sys.base_prefix, "/proc", "/sys", "/dev")
 OURS = tuple(os.path.realpath(each) for each in OURS)
 events = []
@@ -226,7 +226,7 @@ def saved_orbax(folder):
     good = written(folder)
     hf_config = json.loads((good / "config.json").read_text())
     params = load_model(resolve_model(str(good)), "float32").params
-    return save_orbax(folder / "orbax", params, hf_config, tokenizer_directory=good)
+    return save_orbax(folder / "orbax", hf_config, params, tokenizer_directory=good)
 
 
 def adapter_of_a_pickle(folder):

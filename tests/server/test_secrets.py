@@ -86,6 +86,8 @@ class Server:
         self.process.wait(60)
         for reader in self.readers:
             reader.join(10)
+        self.process.stdout.close()
+        self.process.stderr.close()
         return "".join((*self.lines, *self.errors))
 
 
