@@ -16,7 +16,7 @@ MAX_PARTS = 4096
 MAX_CALLS = 1024
 """Of a message."""
 MAX_ID_CHARS = 1024
-"""Of a call's id, and of a name."""
+"""Of a call's id, and of its function's name."""
 MAX_ARGUMENTS_CHARS = 262144
 """Of a call in a message; they are parsed to be checked."""
 
@@ -84,7 +84,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
         content = ""
     result = {"role": "system" if role == "developer" else role, "content": text_of(f"{where}.content", content)}
     if isinstance(message.get("name"), str):
-        result["name"] = _short(f"{where}.name", message["name"])
+        result["name"] = message["name"]
     calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
     if calls:
         if role != "assistant":

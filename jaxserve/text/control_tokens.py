@@ -60,6 +60,7 @@ class ControlTokens:
         self._starts = frozenset(
             content[:size] for content in self._contents if not content[0].isalnum() for size in range(1, len(content))
         )
+        self._firsts = tuple(sorted({start[0] for start in self._starts}))
         self._longest_start = max(map(len, self._starts), default=0)
         self._normalizes = backend.normalizer is not None and any(token.normalized for token in specials)
         self._lock = threading.Lock()
@@ -94,7 +95,14 @@ class ControlTokens:
         return any(head in text for head in self._heads) and self._pattern.search(text) is not None
 
     def _ends_like_one(self, text: str) -> bool:
-        return any(text[-size:] in self._starts for size in range(1, min(self._longest_start, len(text)) + 1))
+        tail = text[-self._longest_start :]
+        for first in self._firsts:
+            at = tail.find(first)
+            while at >= 0:
+                if tail[at:] in self._starts:
+                    return True
+                at = tail.find(first, at + 1)
+        return False
 
     def _with_marks(self, value: Any, mark: str) -> Any:
         if isinstance(value, str):

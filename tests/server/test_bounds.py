@@ -70,11 +70,6 @@ BOUNDS = {
         MAX_ARGUMENTS_CHARS,
         lambda n: calls(1, arguments=json.dumps({"a": "x" * (n - 9)})),
     ),
-    "a message's name": (
-        CHAT,
-        MAX_ID_CHARS,
-        lambda n: {"messages": [{"role": "user", "content": "a", "name": "n" * n}]},
-    ),
     "a result's call id": (
         CHAT,
         MAX_ID_CHARS,
