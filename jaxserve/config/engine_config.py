@@ -147,6 +147,7 @@ class EngineConfig(PolicyConfig):
       model: `smollm2-135m`, a Hugging Face directory, a .gguf file, an Orbax directory or a hub id.
       tokenizer: directory or tokenizer.json when it is not beside the weights.
       chat_template: file with a Jinja chat template to use instead of the model's.
+      special_tokens_in_chat: special tokens written out in messages are recognised, not only the chat template's.
       skip_tokenizer_init: load no tokenizer; prompts must be token ids and texts stay empty.
       served_model_name: name on the API; the model's last path component when None.
       seed: makes the seeds drawn for requests without one repeat from run to run; None: fresh ones.
@@ -188,6 +189,7 @@ class EngineConfig(PolicyConfig):
     model: str = "smollm2-135m"
     tokenizer: str | None = None
     chat_template: str | None = None
+    special_tokens_in_chat: bool = False
     skip_tokenizer_init: bool = False
     served_model_name: str | None = None
     dtype: str = "bfloat16"

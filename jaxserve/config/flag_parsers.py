@@ -152,6 +152,21 @@ class OriginParser(ArgumentParser[str]):
         return "origin"
 
 
+class HostNameParser(ArgumentParser[str]):
+    """A name as Host headers have it, without a port, or * for all."""
+
+    syntactic_help = "a host name"
+
+    def parse(self, argument: Any) -> str:
+        text = str(argument)
+        if text != "*" and not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", text):
+            raise ValueError("must be * or a host name without a port, as models.example.org")
+        return text
+
+    def flag_type(self) -> str:
+        return "host name"
+
+
 class ServiceClassParser(ArgumentParser[tuple[ServiceClass, ...]]):
     """A file of service classes."""
 

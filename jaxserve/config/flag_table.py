@@ -179,6 +179,11 @@ FLAGS: tuple[Flag, ...] = (
         ("model", _TEXT, "smollm2-135m (demo), a Hugging Face directory, a .gguf, an Orbax directory or a hub id"),
         ("tokenizer", _TEXT, "directory or tokenizer.json, when it is not beside the weights"),
         ("chat_template", _TEXT, "file with a Jinja chat template to use instead of the model's"),
+        (
+            "special_tokens_in_chat",
+            _BOOL,
+            "special tokens written out in messages are tokens: who writes a message can end it and begin others",
+        ),
         ("skip_tokenizer_init", _BOOL, "load no tokenizer: prompts must be token ids"),
         ("served_model_name", _TEXT, "name on the API; default: the model's last path component"),
         ("dtype", ChoiceParser(DTYPES), "of weights, activations and KV pages"),
@@ -290,8 +295,9 @@ FLAGS: tuple[Flag, ...] = (
             "allow_runtime_lora_updating",
             _BOOL,
             False,
-            "adapters may be loaded and unloaded over HTTP, from any folder that the server can read",
+            "adapters may be loaded and unloaded over HTTP, with a key that has no tenant",
         ),
+        ("runtime_lora_root", _TEXT, "", "folder that such adapters must lie in; empty: any that the server can read"),
     ),
     *_engine(
         "Compiled shapes",

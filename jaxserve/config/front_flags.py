@@ -10,6 +10,7 @@ from jaxserve.config.flag_parsers import (
     ApiKeyFileParser,
     ChoiceParser,
     FloatParser,
+    HostNameParser,
     IntParser,
     ListParser,
     OriginParser,
@@ -47,6 +48,13 @@ SERVER_NETWORK_FLAGS = [
             ListParser(OriginParser()),
             (),
             "origins whose web pages may read answers (CORS), or *; default: none",
+        ),
+        (
+            "allowed_hosts",
+            ListParser(HostNameParser()),
+            (),
+            "names (Host headers) to answer to, with those below them, or *; addresses and localhost always are;"
+            " default: no other on loopback without keys, all elsewhere",
         ),
         ("max_body_bytes", IntParser(low=1), 8 << 20, "largest request body"),
         ("header_timeout_s", _SECONDS, 20.0, "seconds that the head of an HTTP request may take"),

@@ -17,7 +17,15 @@ MIN_TOKEN_CHARS = 16
 LOCAL_SETTINGS = frozenset(
     {
         *("process_id", "coordinator_address", "control_address", "distributed", "num_processes"),
-        *("host_token_file", "host_timeout_s", "model", "tokenizer", "chat_template", "skip_tokenizer_init"),
+        *(
+            "host_token_file",
+            "host_timeout_s",
+            "model",
+            "tokenizer",
+            "chat_template",
+            "special_tokens_in_chat",
+            "skip_tokenizer_init",
+        ),
         *("served_model_name", "seed", "compile_cache", "trace_file", "lora_modules", "service_classes"),
         *("max_queue_requests", "max_queue_tokens", "max_grammar_bytes"),
         *("step_timeout_s", "stuck_exit_s", "startup_timeout_s", "crash_dump_dir"),

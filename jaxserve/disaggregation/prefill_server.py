@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from dataclasses import field as setting
 from typing import Any
 
 from absl import logging
@@ -64,7 +65,7 @@ class PrefillSettings:
 
     host: str = "127.0.0.1"
     port: int = 8100
-    token: str = ""
+    token: str = setting(default="", repr=False)
     max_bytes: int = 1 << 30
     hold_s: float = 10.0
     timeout_s: float = 10.0

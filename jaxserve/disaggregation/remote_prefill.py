@@ -17,7 +17,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from absl import logging
 
@@ -53,7 +53,7 @@ class RemotePrefillSettings:
     """
 
     workers: tuple[tuple[str, int], ...]
-    token: str = ""
+    token: str = field(default="", repr=False)
     min_tokens: int = 256
     timeout_s: float = 30.0
     fallback: bool = True

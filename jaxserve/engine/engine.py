@@ -90,7 +90,9 @@ class Engine:
         self.config = config
         self.model_name = config.served_model_name or resolved.served_name
         self._tokenizer = (
-            None if config.skip_tokenizer_init else load_tokenizer(resolved, config.tokenizer, config.chat_template)
+            None
+            if config.skip_tokenizer_init
+            else load_tokenizer(resolved, config.tokenizer, config.chat_template, config.special_tokens_in_chat)
         )
         agree(self._followers, config, resolved)
         self._startup = StartupFigures()

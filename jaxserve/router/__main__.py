@@ -20,6 +20,7 @@ from jaxserve.router.launcher import FrontSettings, RouterLauncher
 from jaxserve.router.settings import HealthSettings, ProxySettings, RouterSettings
 from jaxserve.routing import BreakerSettings
 from jaxserve.server.bounded_http import http_limits
+from jaxserve.server.host_guard import answered_hosts
 from jaxserve.server.log_format import set_log_format
 from jaxserve.server.tls import tls_files
 
@@ -125,6 +126,7 @@ def _settings(flags: FlagValues) -> RouterSettings:
         api_keys=keys,
         guard_probes=flags.guard_probes,
         allowed_origins=flags.allowed_origins,
+        allowed_hosts=answered_hosts(flags.allowed_hosts, flags.host, bool(keys)),
     )
 
 

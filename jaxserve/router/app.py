@@ -29,9 +29,10 @@ from jaxserve.router.request_reader import read_route
 from jaxserve.router.settings import RouterSettings
 from jaxserve.router.upstream import TextHeaders, Upstream, request_headers
 from jaxserve.routing import RouteRequest
-from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing, key_tenant
+from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing, check_operator, key_tenant
 from jaxserve.server.cors import add_cors
 from jaxserve.server.errors import ApiError, to_api_error
+from jaxserve.server.host_guard import HostGuard
 from jaxserve.server.http_errors import http_exception, unexpected
 from jaxserve.server.json_body import JsonResponse, error_response, read_body
 from jaxserve.server.metrics_export import render_metrics
@@ -87,6 +88,8 @@ class RouterApp:
             app.add_middleware(ApiKeyGuard, keys=KeyRing(settings.api_keys), open_paths=open_paths)
         if settings.allowed_origins:
             add_cors(app, settings.allowed_origins)
+        if settings.allowed_hosts:
+            app.add_middleware(HostGuard, names=settings.allowed_hosts)
         self.asgi = app
 
     async def _routed(self, request: Request) -> Response:
@@ -155,9 +158,7 @@ class RouterApp:
         return Response(text, headers={"Content-Type": content_type})
 
     async def _replicas(self, request: Request) -> Response:
-        if key_tenant(request.scope):
-            message = "this shows the load of every tenant; use an API key that has no tenant"
-            raise ApiError("forbidden", message, code="operator_key_needed")
+        check_operator(request.scope, "this shows the load of every tenant")
         return JsonResponse({"policy": self._settings.routing.policy, "replicas": self._pool.view()})
 
     async def _body(self, request: Request) -> bytes:

@@ -20,7 +20,7 @@ class HealthSettings:
 
     interval_s: float = 1.0
     timeout_s: float = 5.0
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class RouterSettings:
     Attributes:
       api_keys: one is needed on every path but the probes; none: the replicas alone check.
       guard_probes: the probes need one too.
-      allowed_origins: see `jaxserve.server.settings.HttpSettings`.
+      allowed_origins, allowed_hosts: see `jaxserve.server.settings.HttpSettings`.
     """
 
     routing: RoutingSettings = field(default_factory=RoutingSettings)
@@ -59,3 +59,4 @@ class RouterSettings:
     api_keys: tuple[ApiKey, ...] = ()
     guard_probes: bool = False
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()

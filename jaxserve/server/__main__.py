@@ -67,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     from jaxserve.server.bounded_http import http_limits
     from jaxserve.server.console import StartupDisplay
     from jaxserve.server.disaggregated import disaggregation_sides
+    from jaxserve.server.host_guard import answered_hosts
     from jaxserve.server.launcher import LAST_EXIT_S, Launcher, ServerSettings
     from jaxserve.server.otel import SpanSink, otlp_exporter
     from jaxserve.server.process import exit_later
@@ -78,11 +79,13 @@ def main(argv: Sequence[str]) -> int:
         api_keys=api_keys,
         guard_probes=flags.guard_probes,
         allowed_origins=flags.allowed_origins,
+        allowed_hosts=answered_hosts(flags.allowed_hosts, flags.host, bool(api_keys)),
         max_body_bytes=flags.max_body_bytes,
         metrics_compat=flags.metrics_compat,
         profile_dir=flags.profile_dir,
         enable_playground=flags.enable_playground,
         allow_runtime_lora_updating=flags.allow_runtime_lora_updating,
+        runtime_lora_root=flags.runtime_lora_root,
     )
     settings = ServerSettings(
         host=flags.host,

@@ -70,6 +70,12 @@ def key_tenant(scope: Scope) -> str:
     return tenant
 
 
+def check_operator(scope: Scope, why: str) -> None:
+    """Raises ApiError 403 for the key of a tenant; `why` begins the message."""
+    if key_tenant(scope):
+        raise ApiError("forbidden", f"{why}; use an API key that has no tenant", code="operator_key_needed")
+
+
 class ApiKeyGuard:
     """ASGI middleware that refuses requests without a key.
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from jaxserve.core import EngineView, IterationView
 from jaxserve.server.answering import answer_with
-from jaxserve.server.auth import key_tenant
+from jaxserve.server.auth import check_operator
 from jaxserve.server.description import answers, parameters
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import error_response
@@ -106,9 +106,7 @@ def _shown_iteration(view: IterationView, now: float) -> dict[str, Any]:
 
 def _check_operator(service: GenerationService, request: Request) -> None:
     """Raises ApiError 403 for a tenant's key, 503 unless there is an engine to look at."""
-    if key_tenant(request.scope):
-        message = "this shows the requests of every tenant; use an API key that has no tenant"
-        raise ApiError("forbidden", message, code="operator_key_needed")
+    check_operator(request.scope, "this shows the requests of every tenant")
     if service.engine.state != "draining":
         service.check_ready()
 

@@ -40,6 +40,9 @@ from jaxserve.server.version import package_version
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 0.2
+MAX_STREAMS = 1024
+"""Calls at once of one connection; more wait."""
+MAX_METADATA_BYTES = 1 << 16
 KEEPALIVE = (
     # A prompt may be computed for minutes before its first token. Clients that ping meanwhile, however often, are not
     # sent away.
@@ -234,6 +237,9 @@ class GrpcServer:
             # Else two servers share a port in silence, each getting half of the calls.
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             *KEEPALIVE,
         ]
         interceptors = [KeyInterceptor(keys, settings.guard_probes), MessageInterceptor()]

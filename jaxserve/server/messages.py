@@ -11,6 +11,12 @@ from jaxserve.text.tool_calls import is_json_object
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096
+"""Of a message's content."""
+MAX_CALLS = 1024
+"""Of a message."""
+MAX_ID_CHARS = 1024
+"""Of a call's id, and of its function's name."""
 MAX_ARGUMENTS_CHARS = 262144
 """Of a call in a message; they are parsed to be checked."""
 
@@ -87,7 +93,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
     if role == "tool":
         if not isinstance(call_id, str) or not call_id:
             raise _error(f"{where}.tool_call_id must be the id of the call that this message answers")
-        result["tool_call_id"] = call_id
+        result["tool_call_id"] = _short(f"{where}.tool_call_id", call_id)
     elif call_id:
         raise _error(f"{where}.tool_call_id belongs to messages of role tool; the role is {role}")
     return result
@@ -96,6 +102,8 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise _error(f"{where} must be a list; got {type(calls).__name__}")
+    if len(calls) > MAX_CALLS:
+        raise _error(f"{where} has {len(calls)} calls; the limit is {MAX_CALLS}")
     result = []
     for index, call in enumerate(calls):
         each = f"{where}[{index}]"
@@ -125,6 +133,8 @@ def tool_call(where: str, call_id: Any, inside: str, function: dict[str, Any], i
         raise _error(f"{where}.{id_name} must be a string that is not empty")
     if not isinstance(name, str) or not name:
         raise _error(f"{inside}.name must be a string that is not empty")
+    _short(f"{where}.{id_name}", call_id)
+    _short(f"{inside}.name", name)
     if arguments is None or arguments == "":
         arguments = "{}"
     if isinstance(arguments, str) and len(arguments) > MAX_ARGUMENTS_CHARS:
@@ -147,6 +157,8 @@ def text_of(where: str, content: Any, kinds: tuple[str, ...] = ("text",)) -> str
         return content
     if not isinstance(content, list):
         raise _error(f"{where} must be a string or a list of text parts; got {type(content).__name__}")
+    if len(content) > MAX_PARTS:
+        raise _error(f"{where} has {len(content)} parts; the limit is {MAX_PARTS}")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -156,6 +168,13 @@ def text_of(where: str, content: Any, kinds: tuple[str, ...] = ("text",)) -> str
             raise _error(message)
         texts.append(part["text"])
     return "\n".join(texts)
+
+
+def _short(where: str, text: str) -> str:
+    """`text`, unless it is too long for an id or a name."""
+    if len(text) > MAX_ID_CHARS:
+        raise _error(f"{where} has {len(text)} characters; the limit is {MAX_ID_CHARS}")
+    return text
 
 
 def _error(message: str) -> ApiError:

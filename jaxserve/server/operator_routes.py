@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from jaxserve.core import EngineDeadError, NotReadyError
 from jaxserve.server.answering import answer_with
+from jaxserve.server.auth import check_operator
 from jaxserve.server.description import answers
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
@@ -72,16 +73,16 @@ def add_operator_routes(app: FastAPI, service: GenerationService, settings: Http
         return answer_with(lambda: _load(service))
 
     @app.post("/reset_prefix_cache", **answers("status"))
-    async def reset_prefix_cache(_: Request) -> Response:
-        return answer_with(lambda: _reset_prefix_cache(service))
+    async def reset_prefix_cache(request: Request) -> Response:
+        return answer_with(lambda: _reset_prefix_cache(service, request))
 
     @app.post("/start_profile", **answers("status", "profile_dir"))
-    async def start_profile(_: Request) -> Response:
-        return await profiler.answer(start=True)
+    async def start_profile(request: Request) -> Response:
+        return await profiler.answer(request, start=True)
 
     @app.post("/stop_profile", **answers("status", "profile_dir"))
-    async def stop_profile(_: Request) -> Response:
-        return await profiler.answer(start=False)
+    async def stop_profile(request: Request) -> Response:
+        return await profiler.answer(request, start=False)
 
 
 def _load(service: GenerationService) -> dict[str, Any]:
@@ -97,7 +98,8 @@ def _load(service: GenerationService) -> dict[str, Any]:
     }
 
 
-def _reset_prefix_cache(service: GenerationService) -> dict[str, Any]:
+def _reset_prefix_cache(service: GenerationService, request: Request) -> dict[str, Any]:
+    check_operator(request.scope, "this clears the pages of every tenant")
     service.check_ready()
     service.engine.reset_prefix_cache()
     return {"status": "ok"}
@@ -116,9 +118,10 @@ class _Profiler:
         self._running = False
         self._changing = asyncio.Lock()
 
-    async def answer(self, start: bool) -> Response:
+    async def answer(self, request: Request, start: bool) -> Response:
         """Does it and answers 200, or says why not."""
         try:
+            check_operator(request.scope, "a profile slows the requests of every tenant")
             self._service.check_ready()
             if not self._folder:
                 message = "profiling is off; start the server with --profile_dir=FOLDER"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.server.errors import ApiError
-from jaxserve.server.messages import MAX_MESSAGES, text_of, tool_call
+from jaxserve.server.messages import MAX_ID_CHARS, MAX_MESSAGES, text_of, tool_call
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_PARTS = ("input_text", "output_text", "text")
@@ -67,6 +67,8 @@ def _output(where: str, item: dict[str, Any]) -> dict[str, Any]:
     call_id = item.get("call_id")
     if not isinstance(call_id, str) or not call_id:
         raise _error(f"{where}.call_id must be the id of the call that this item answers")
+    if len(call_id) > MAX_ID_CHARS:
+        raise _error(f"{where}.call_id has {len(call_id)} characters; the limit is {MAX_ID_CHARS}")
     content = text_of(f"{where}.output", item.get("output"), _TEXT_PARTS)
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 

@@ -15,6 +15,8 @@ from jaxserve.server.engine_api import EngineApi, RemotePrefillApi, StreamApi, T
 from jaxserve.server.errors import ApiError
 from jaxserve.server.messages import ChatEnd
 from jaxserve.server.structured_fields import Constraint
+from jaxserve.text.chat_template import ChatTemplateLimitError
+from jaxserve.text.template_limits import NotQuickError, quick_rendering
 from jaxserve.text.tool_forms import ToolForms
 
 INLINE_CHARS = 1000
@@ -56,10 +58,13 @@ class GenerationService:
         # Apart, as a large grammar takes seconds.
         self._grammar_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammars")
         self._waiting_grammars = 0
+        # Apart, as what a model's template does may take a second.
+        self._chat_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="chats")
+        self._template_is_quick = True
 
     def close(self) -> None:
         """Ends the worker threads."""
-        for threads in (self._threads, self._convert_threads, self._grammar_threads):
+        for threads in (self._threads, self._convert_threads, self._grammar_threads, self._chat_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def check_ready(self, model: str | None = None) -> None:
@@ -153,7 +158,7 @@ class GenerationService:
         with_calls = any("tool_calls" in message for message in messages)
         if tools or with_calls:
             # In a thread: the first time, it renders.
-            forms = await self.run(INLINE_CHARS + 1, lambda: tokenizer.tool_forms, converts)
+            forms = await self._run_in(self._chats(converts), lambda: tokenizer.tool_forms)
             _check_forms(forms, bool(tools), with_calls, param)
         size = texts + given + CALL_CHARS * len(messages) + (num_chars(tools, INLINE_CHARS) if tools else 0)
         opens, continues = end is ChatEnd.GENERATION_PROMPT, end is ChatEnd.CONTENT
@@ -161,7 +166,18 @@ class GenerationService:
         def work() -> list[int]:
             return tokenizer.encode_chat(messages, opens, tools=tools, continue_final_message=continues, **variables)
 
-        return await self.run(size, work, converts)
+        if size <= INLINE_CHARS and self._template_is_quick:
+            try:
+                with quick_rendering():
+                    return work()
+            except NotQuickError:
+                pass
+            except ChatTemplateLimitError:
+                self._template_is_quick = False  # the event loop has no time for it
+        return await self._run_in(self._chats(converts), work)
+
+    def _chats(self, converts: bool) -> ThreadPoolExecutor:
+        return self._convert_threads if converts else self._chat_threads
 
     async def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids, found in the threads that prompts do not wait for.
@@ -212,7 +228,7 @@ class GenerationService:
 
         self._waiting_grammars += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._grammar_threads, work)
+            return await self._run_in(self._grammar_threads, work)
         finally:
             self._waiting_grammars -= 1
 
@@ -280,7 +296,9 @@ class GenerationService:
         """
         if size <= INLINE_CHARS:
             return work()
-        threads = self._convert_threads if converts else self._threads
+        return await self._run_in(self._convert_threads if converts else self._threads, work)
+
+    async def _run_in[T](self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 

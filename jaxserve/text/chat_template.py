@@ -1,7 +1,7 @@
 """Chat templates: the model's own Jinja template, rendered in a sandbox.
 
-A template comes with the model and runs on the server, so it runs in Jinja's immutable sandbox. A model without
-a template has no chat format: it is refused rather than guessed.
+A template comes with the model and runs on the server, so it runs in Jinja's immutable sandbox, under the limits of
+`template_limits`. A model without a template has no chat format: it is refused rather than guessed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxserve.text.template_limits import TemplateLimitError, budgeted
+from jaxserve.text.template_sandbox import LimitedEnvironment
+
+MAX_SOURCE_CHARS = 1 << 18
+_MAX_QUOTED_CHARS = 1000
 _CONTENT_END = "\ue000end of content\ue001"
 
 
 class ChatTemplateError(ValueError):
     """The conversation does not fit the model's chat template, or there is none."""
+
+
+class ChatTemplateLimitError(ChatTemplateError):
+    """A rendering reached a limit of `template_limits`."""
 
 
 class _RaisedByTemplate(Exception):
@@ -52,18 +60,23 @@ class ChatTemplate:
         """
         self.source = source
         self._special_tokens = dict(special_tokens)
-        environment = ImmutableSandboxedEnvironment(
+        environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
         )
-        environment.filters["tojson"] = _tojson
+        environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._template: jinja2.Template | None = None
-        self._syntax_error: jinja2.TemplateSyntaxError | None = None
+        self._fault = ""
+        if len(source) > MAX_SOURCE_CHARS:
+            self._fault = f"it has {len(source)} characters; the limit is {MAX_SOURCE_CHARS}"
+            return
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            self._syntax_error = error
+        except (
+            Exception
+        ) as error:  # what is nested too deeply ends in several kinds, of Jinja's and of Python's compiler
+            self._fault = _shortened(error)
 
     def render(
         self,
@@ -82,25 +95,34 @@ class ChatTemplate:
           **variables: more template variables.
 
         Raises:
-          ChatTemplateError: the template refused the conversation; the message quotes it. Or it is not valid.
+          ChatTemplateError: the template refused the conversation; the message quotes it. Or it is not valid, or
+            (`ChatTemplateLimitError`) costs too much.
         """
         if self._template is None:
-            raise ChatTemplateError(f"the model's chat template is not valid: {self._syntax_error}")
+            raise ChatTemplateError(f"the model's chat template is not valid: {self._fault}")
+        values = {
+            **self._special_tokens,
+            **variables,
+            "messages": [dict(message) for message in messages],
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                {
-                    **self._special_tokens,
-                    **variables,
-                    "messages": [dict(message) for message in messages],
-                    "tools": tools,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
+            with budgeted(num_chars(values)):
+                return self._template.render(values)
+        except TemplateLimitError as error:
+            raise ChatTemplateLimitError(
+                f"the model's chat template reached a limit with these messages: {error}"
+            ) from None
+        except RecursionError:
+            raise ChatTemplateLimitError(
+                "the model's chat template reached a limit with these messages: it calls itself too deeply"
+            ) from None
         except _RaisedByTemplate as error:
-            raise ChatTemplateError(f"the model's chat template refused the messages: {error}") from error
+            raise ChatTemplateError(f"the model's chat template refused the messages: {_shortened(error)}") from error
         except Exception as error:  # whatever a template does with a client's data is the client's mistake
             raise ChatTemplateError(
-                f"the messages do not fit the model's chat template: {type(error).__name__}: {error}"
+                f"the messages do not fit the model's chat template: {type(error).__name__}: {_shortened(error)}"
             ) from error
 
     def render_open(
@@ -120,6 +142,25 @@ class ChatTemplate:
                 " content exactly once"
             )
         return text[: text.index(_CONTENT_END)]
+
+
+def num_chars(value: Any) -> int:
+    """Characters of all strings in a JSON value."""
+    total, left = 0, [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            total += len(item)
+        elif isinstance(item, Mapping):
+            left += item.values()
+        elif isinstance(item, list | tuple):
+            left += item
+    return total
+
+
+def _shortened(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_QUOTED_CHARS else text[: _MAX_QUOTED_CHARS - 3] + "..."
 
 
 def _tojson(

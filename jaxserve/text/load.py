@@ -26,12 +26,18 @@ class ModelFiles(Protocol):
     def path(self) -> Path: ...
 
 
-def load_tokenizer(resolved: ModelFiles, override: str | None = None, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    resolved: ModelFiles,
+    override: str | None = None,
+    chat_template: str | None = None,
+    special_tokens_in_chat: bool = False,
+) -> Tokenizer:
     """The tokenizer of a resolved model.
 
     Args:
       resolved: `kind` "gguf" reads the file's metadata; others the files beside the weights.
       override: a directory, tokenizer.json or .gguf file to use instead.
+      special_tokens_in_chat: see `Tokenizer`.
       chat_template: a file with a Jinja template to use instead of all that the tokenizer has.
 
     Raises:
@@ -39,6 +45,8 @@ def load_tokenizer(resolved: ModelFiles, override: str | None = None, chat_templ
       UnsupportedModelError: a kind of tokenizer that is not known.
     """
     tokenizer = _find(resolved, override)
+    if special_tokens_in_chat:
+        tokenizer = tokenizer.with_special_tokens_in_chat()
     if chat_template is None:
         return tokenizer
     file = Path(chat_template).expanduser()

@@ -20,6 +20,7 @@ import tokenizers
 from jaxserve.core import UnsupportedModelError
 from jaxserve.faults import failpoint
 from jaxserve.text.chat_template import ChatTemplate, ChatTemplateError
+from jaxserve.text.control_tokens import ControlTokens
 from jaxserve.text.tool_forms import ToolForms, find_tool_forms
 
 _RELEASE_GIL_CHARS = 1024  # encode() holds the interpreter lock, encode_batch() does not but costs a thread hop
@@ -60,6 +61,8 @@ class Tokenizer:
         self.adds_bos = bos_id is not None and (self._pipeline_adds_bos if adds_bos is None else adds_bos)
         self._special_tokens = dict(special_tokens or {})
         self._set_templates(chat_templates or {})
+        control_ids = {*self.eos_ids} if bos_id is None else {bos_id, *self.eos_ids}
+        self._controls: ControlTokens | None = ControlTokens(backend, control_ids)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes, self.strips_first_space = _vocabulary_bytes(backend)
@@ -67,6 +70,12 @@ class Tokenizer:
     def _set_templates(self, sources: Mapping[str, str]) -> None:
         self.chat_template: str | None = sources.get("default")
         self._templates = {name: ChatTemplate(text, self._special_tokens) for name, text in sources.items()}
+
+    def with_special_tokens_in_chat(self) -> Tokenizer:
+        """The same tokenizer, which finds special tokens in messages too."""
+        other = copy(self)
+        other._controls = None
+        return other
 
     def with_chat_template(self, source: str) -> Tokenizer:
         """The same tokenizer with this Jinja template and no other."""
@@ -162,17 +171,20 @@ class Tokenizer:
         Raises:
           ChatTemplateError: there is no template, or it refused the messages.
         """
+        template, fitted = self._fitted(messages, tools)
+        return _rendered(template, fitted, add_generation_prompt, tools, continue_final_message, variables)
+
+    def _fitted(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[ChatTemplate, Sequence[Mapping[str, Any]]]:
+        """The template for messages, and the messages as it wants them."""
         with_calls = any(message.get("tool_calls") for message in messages)
         template = self._tool_template if tools or with_calls else self._templates.get("default")
         if template is None:
             raise ChatTemplateError(
                 "the model has no chat template; use /v1/completions with a prompt in the model's own format"
             )
-        if with_calls and self.tool_forms is not None:
-            messages = self.tool_forms.fit(messages)
-        if continue_final_message:
-            return template.render_open(messages, tools, **variables)
-        return template.render(messages, add_generation_prompt, tools, **variables)
+        return template, self.tool_forms.fit(messages) if with_calls and self.tool_forms is not None else messages
 
     @property
     def _tool_template(self) -> ChatTemplate | None:
@@ -195,11 +207,29 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of the rendered chat, with exactly one BOS where the template or the tokenizer wants one.
 
+        Special tokens are the template's alone, see `control_tokens`, unless the tokenizer was told otherwise.
+
         Raises:
           ChatTemplateError: see `render_chat`.
         """
-        text = self.render_chat(messages, add_generation_prompt, tools, continue_final_message, **variables)
-        ids = self.encode(text, add_special_tokens=False)
+        template, fitted = self._fitted(messages, tools)
+        given: dict[str, Any] = {"messages": fitted, "tools": tools, "variables": variables}
+        marked = self._controls.marked(given) if self._controls is not None else None
+        if marked is not None:
+            given, mark = marked
+        text = _rendered(
+            template,
+            given["messages"],
+            add_generation_prompt,
+            given["tools"],
+            continue_final_message,
+            given["variables"],
+        )
+        if marked is None:
+            ids = self.encode(text, add_special_tokens=False)
+        else:
+            assert self._controls is not None
+            ids = self._controls.encode(text, mark)
         return self._with_bos(ids) if self.adds_bos else ids
 
     def _with_bos(self, ids: Sequence[int]) -> list[int]:
@@ -208,6 +238,19 @@ class Tokenizer:
 
     def _without_bos(self, ids: Sequence[int]) -> list[int]:
         return list(ids[1:]) if list(ids[:1]) == [self.bos_id] else list(ids)
+
+
+def _rendered(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    continue_final_message: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    if continue_final_message:
+        return template.render_open(messages, tools, **variables)
+    return template.render(messages, add_generation_prompt, tools, **variables)
 
 
 def _not_text(text: object) -> str:
