@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 5
 READABLE_VERSIONS = (3, 4, SCHEMA_VERSION)
-"""A trace of version 4 begins with no snapshot, and no step has failed in it; in one of version 3, besides, no iteration
+"""A trace of version 4 begins with no snapshot and has no failed step; in one of version 3, besides, no iteration
 has several steps."""
 MAX_EVENTS = 256
 """So many events without an iteration make a record; what came of one call is in one record all the same."""
