@@ -130,7 +130,8 @@ def disturb(harness: Harness, rng: random.Random) -> None:
     elif chance < 0.20 and scheduler.held_ids:
         assert scheduler.release(rng.choice(scheduler.held_ids), harness.now)
     elif chance < 0.24:
-        scheduler.limit_budget(rng.randint(1, harness.config.max_num_batched_tokens), harness.now)
+        full = harness.config.max_num_batched_tokens
+        scheduler.limit_budget(rng.choice([full, full, full, rng.randint(1, full)]), harness.now)
     scheduler.check_invariants()
 
 
@@ -180,8 +181,10 @@ def lives(seeds: range, *, layers: str = "full", failures: bool = False) -> Coun
     for seed in seeds:
         try:
             harness = live(seed, layers=layers, failures=failures)
-            if failures:
+            # What `measure` made the scheduler believe is in no trace.
+            if failures and harness.config.max_decode_steps == 1:
                 assert_replays(harness)
+                total["replays"] += 1
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         counters = harness.scheduler.counters
@@ -238,7 +241,7 @@ def test_so_it_does_where_layers_lie_in_groups() -> None:
 @pytest.mark.parametrize("layers", CHANGES)
 def test_so_it_does_where_steps_fail_requests_are_held_and_budgets_change(layers: str) -> None:
     total = lives(range(5000, 5150), layers=layers, failures=True)
-    names = ("recoveries", "recomputed_tokens", "swapped_pages", "cached_tokens", "of_several_steps")
+    names = ("recoveries", "recomputed_tokens", "swapped_pages", "cached_tokens", "of_several_steps", "replays")
     assert all(total[name] > 20 for name in names), total
 
 

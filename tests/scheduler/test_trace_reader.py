@@ -124,7 +124,7 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
         (
             2,
             lambda r: r["events"][1].update(kind="?"),
-            'kind is "?"; it must be add, abort, expire, starve or reset_',
+            'kind is "?"; it must be add, abort, expire, starve, reset_',
         ),
         (2, lambda r: r["events"][2].update(reason="?"), 'reason is "?"; it must be one of stop, length, abort'),
         (2, lambda r: r["events"][3].update(step=[3, 0]), "step is [3, 0]; it must be [0 to 2, 0]"),
