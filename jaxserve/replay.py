@@ -10,7 +10,8 @@ from pathlib import Path
 
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler import TraceWriter
-from jaxserve.scheduler.trace_reader import AddEvent, IterationRecord, TraceReader
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.scheduler.trace_records import AddEvent, IterationRecord
 from jaxserve.sim.perfetto import PerfettoWriter
 from jaxserve.sim.replayer import ReplayReport, replay
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.scheduler.snapshot import STOP_IDS, page_token
-from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, EventsRecord, ExpireEvent, IterationRecord
+from jaxserve.scheduler.trace_records import AbortEvent, AddEvent, EventsRecord, ExpireEvent, IterationRecord
 
 TOKEN, STOP = 0, *STOP_IDS
 

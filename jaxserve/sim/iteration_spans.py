@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxserve.scheduler.trace_reader import IterationRecord
+from jaxserve.scheduler.trace_records import IterationRecord
 
 
 @dataclass(frozen=True, slots=True)

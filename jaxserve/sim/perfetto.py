@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from jaxserve.core import ChunkView, IterationView, Recording
 from jaxserve.scheduler.plan import StepPlan
-from jaxserve.scheduler.trace_reader import (
+from jaxserve.scheduler.trace_records import (
     AbortEvent,
     AddEvent,
     EventsRecord,

@@ -22,7 +22,8 @@ from jaxserve.config import SchedulerConfig
 from jaxserve.core import FinishReason, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult
 from jaxserve.scheduler.snapshot import restore_snapshot
-from jaxserve.scheduler.trace_reader import (
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.scheduler.trace_records import (
     AbortEvent,
     AddEvent,
     BudgetEvent,
@@ -35,7 +36,6 @@ from jaxserve.scheduler.trace_reader import (
     ResetEvent,
     StarveEvent,
     TraceEvent,
-    TraceReader,
 )
 from jaxserve.sim.dummy_tokens import STOP, DummyTokens
 

@@ -13,14 +13,8 @@ from dataclasses import dataclass, field
 from jaxserve.config import SchedulerConfig
 from jaxserve.config.policy_config import GROWING_RESERVATIONS
 from jaxserve.core import FinishReason
-from jaxserve.scheduler.trace_reader import (
-    AbortEvent,
-    AddEvent,
-    EventsRecord,
-    ExpireEvent,
-    IterationRecord,
-    TraceReader,
-)
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.scheduler.trace_records import AbortEvent, AddEvent, EventsRecord, ExpireEvent, IterationRecord
 from jaxserve.scheduler.waits_for import WaitsFor
 from jaxserve.sim.iteration_cost import CostFit, IterationCost
 from jaxserve.sim.iteration_spans import Span, Spans

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.scheduler.trace_reader import AddEvent, TraceReader
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.scheduler.trace_records import AddEvent
 from jaxserve.sim.replayer import replay
 from tests.server.running import metric_samples
 

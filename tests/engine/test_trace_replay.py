@@ -9,7 +9,8 @@ from jaxserve.core import FinishReason, RejectedError, SamplingParams
 from jaxserve.core.request import Terms
 from jaxserve.engine import AsyncEngine
 from jaxserve.scheduler import TraceWriter
-from jaxserve.scheduler.trace_reader import AbortEvent, AddEvent, ExpireEvent, IterationRecord, TraceReader
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.scheduler.trace_records import AbortEvent, AddEvent, ExpireEvent, IterationRecord
 from jaxserve.sim.replayer import replay
 from tests.engine.conftest import greedy, random_prompts
 from tests.server.gated_engine import GatedEngine

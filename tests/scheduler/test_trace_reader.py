@@ -11,14 +11,8 @@ import pytest
 
 from jaxserve.core import FinishReason
 from jaxserve.scheduler import TraceWriter
-from jaxserve.scheduler.trace_reader import (
-    AbortEvent,
-    AddEvent,
-    EventsRecord,
-    ExpireEvent,
-    IterationRecord,
-    TraceReader,
-)
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.scheduler.trace_records import AbortEvent, AddEvent, EventsRecord, ExpireEvent, IterationRecord
 from tests.scheduler.harness import Harness, make_config, make_request
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.scheduler.trace_reader import IterationRecord, TraceReader
+from jaxserve.scheduler.trace_reader import TraceReader
+from jaxserve.scheduler.trace_records import IterationRecord
 from jaxserve.sim.iteration_spans import Span, Spans
 from tests.scheduler.harness import Harness, make_config, make_request
 from tests.sim.recording import random_run, write_trace
