@@ -86,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
         host=flags.host,
         http_port=flags.http_port,
         grpc_port=flags.grpc_port,
+        drain_delay_s=flags.drain_delay_s,
         drain_grace_s=flags.drain_grace_s,
         http=http,
         tls=tls,

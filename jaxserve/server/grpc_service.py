@@ -220,7 +220,7 @@ class GrpcServer:
         settings: HttpSettings,
         tls: TlsFiles | None = None,
     ) -> None:
-        self._engine = service.engine
+        self._service = service
         keys = KeyRing(settings.api_keys)
         options = [
             # Else two servers share a port in silence, each getting half of the calls.
@@ -265,10 +265,10 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
     async def _watch_state(self) -> None:
-        """Keeps the health service's answer that of the engine."""
+        """Keeps the health service's answer that of /ready."""
         status = health_pb2.HealthCheckResponse
         while True:
-            now = status.SERVING if self._engine.state == "ready" else status.NOT_SERVING
+            now = status.SERVING if self._service.state == "ready" else status.NOT_SERVING
             for name in ("", SERVICE_NAME):
                 await self._health.set(name, now)
             await asyncio.sleep(HEALTH_PERIOD_S)

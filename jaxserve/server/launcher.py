@@ -1,9 +1,10 @@
 """Runs an engine behind both fronts in one event loop, from binding the ports to the last byte.
 
-    bind -> serve (503 with progress) -> ready -> SIGTERM or SIGINT -> drain -> fronts end -> engine ends
+    bind -> serve (503 with progress) -> ready -> SIGTERM or SIGINT -> leave -> drain -> fronts end -> engine ends
 
-The ports are bound first, so a port in use is known before a model is loaded. On the first signal new
-requests get 503 and open ones may finish within the grace period; what is left then ends with an error
+The ports are bound first, so a port in use is known before a model is loaded. On the first signal `/ready`
+turns 503 and answers close their connections, while requests are still taken: balancers have the drain delay to see
+it. Then new requests get 503 and open ones may finish within the grace period; what is left then ends with an error
 frame. A second signal ends the process at once. An engine that dies while it starts ends the process
 with 1; one that dies later leaves `/health` answering 503, for whoever supervises the process to see.
 """
@@ -47,7 +48,8 @@ class ServerSettings:
     Attributes:
       host: address to listen on.
       http_port, grpc_port: 0 picks a free one.
-      drain_grace_s: seconds that open requests get after the first signal.
+      drain_delay_s: seconds after the first signal in which requests are still taken, while `/ready` says 503.
+      drain_grace_s: seconds that open requests get after that.
       http: the HTTP front's own settings; its keys, guards and body limit hold for gRPC too.
       tls: for both fronts; None: plain text.
       tool_call_parser: see `GenerationService`.
@@ -57,6 +59,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 9000
+    drain_delay_s: float = 0.0
     drain_grace_s: float = 30.0
     http: HttpSettings = field(default_factory=HttpSettings)
     tls: TlsFiles | None = None
@@ -130,6 +133,11 @@ class Launcher:
             kv = f" kv={settings.kv_host}:{self._prefill_server.port}" if self._prefill_server else ""
             print(f"jaxserve ready http={http_address} grpc={grpc_address}{kv}", flush=True)
             await self._stop.wait()
+            service.leave()
+            http_server.close_after_answers()
+            if settings.drain_delay_s:
+                self._display.note(f"leaving: requests are taken for {settings.drain_delay_s:g} s more")
+                await self._delay(settings.drain_delay_s)
             self._display.note(f"stopping: open requests have {settings.drain_grace_s:g} s; a second signal ends now")
             sides = asyncio.create_task(asyncio.to_thread(self._drain_sides))
             ends_at = time.monotonic() + settings.drain_grace_s
@@ -161,6 +169,12 @@ class Launcher:
         for side in (self._remote_prefill, self._prefill_server):
             if side is not None:
                 side.stop()
+
+    async def _delay(self, seconds: float) -> None:
+        """Waits, but not for an engine that has died."""
+        ends_at = time.monotonic() + seconds
+        while (left := ends_at - time.monotonic()) > 0 and self._engine.error is None:
+            await asyncio.sleep(min(left, 0.2))
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -13,6 +13,13 @@ class HttpServer(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)
 
+    def close_after_answers(self) -> None:
+        """From now on every answer closes its connection and says so, so that clients go elsewhere for the next."""
+        header = (b"connection", b"close")
+        # The second is made anew of the first once a second, to renew the date.
+        self.config.encoded_headers.append(header)
+        self.server_state.default_headers = [*self.server_state.default_headers, header]
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket.

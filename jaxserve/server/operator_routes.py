@@ -13,10 +13,10 @@ from starlette.responses import PlainTextResponse, Response
 from jaxserve.core import NotReadyError
 from jaxserve.server.answering import answer_with
 from jaxserve.server.description import answers
-from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
 from jaxserve.server.json_body import JsonResponse, error_response
 from jaxserve.server.metrics_export import render_metrics
+from jaxserve.server.process_metrics import ProcessCollector
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
 from jaxserve.server.version import package_version
@@ -29,8 +29,9 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
+def add_probes(app: FastAPI, service: GenerationService, settings: HttpSettings) -> None:
     """Adds /health, /ready, /metrics and /version, which answer in every state of the engine."""
+    engine = service.engine
 
     @app.get("/health", **answers("status", "state", other=[503]))
     async def health(_: Request) -> Response:
@@ -40,8 +41,9 @@ def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
     @app.get("/ready", **answers("ready", "state", other=[503]))
     async def ready(_: Request) -> Response:
         done, total, what = engine.progress
-        body: dict[str, Any] = {"ready": engine.state == "ready", "state": engine.state}
-        if engine.state == "ready":
+        state = service.state
+        body: dict[str, Any] = {"ready": state == "ready", "state": state}
+        if state == "ready":
             return JsonResponse(body)
         body["progress"] = {"done": done, "total": total, "what": what}
         if engine.error is not None:
@@ -55,7 +57,9 @@ def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
         except NotReadyError:
             registry = CollectorRegistry()
         compat = settings.metrics_compat == "vllm"
-        text, content_type = render_metrics(registry, request.headers.get("accept", ""), compat)
+        text, content_type = render_metrics(
+            registry, request.headers.get("accept", ""), compat, ProcessCollector(engine.model_name)
+        )
         return Response(text, headers={"Content-Type": content_type})
 
     @app.get("/version", **answers("version"))

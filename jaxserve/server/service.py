@@ -46,7 +46,7 @@ class GenerationService:
     ) -> None:
         self.engine = engine
         self._remote_prefill = remote_prefill
-        self._draining = False
+        self._leaving = self._draining = False
         self._num_fetching = 0
         self.tool_call_parser = tool_call_parser
         self._longest_token = 0
@@ -61,6 +61,16 @@ class GenerationService:
         """Ends the worker threads."""
         for threads in (self._threads, self._convert_threads, self._grammar_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def state(self) -> str:
+        """The engine's, or "draining" from `leave` on, which is what balancers are told."""
+        state = self.engine.state
+        return "draining" if self._leaving and state == "ready" else state
+
+    def leave(self) -> None:
+        """Tells balancers that the server is about to drain; requests are still taken."""
+        self._leaving = True
 
     def check_ready(self, model: str | None = None) -> None:
         """Raises ApiError 503 unless the engine takes requests, 404 when `model` is no model or adapter of it."""
@@ -80,8 +90,8 @@ class GenerationService:
             raise ApiError("not_found", message, param="model", code="model_not_found")
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests, and waits for those whose prompts other servers are computing to be queued."""
-        self._draining = True
+        """Refuses new requests from now on, and waits for those whose prompts other servers are computing to be queued."""
+        self._leaving = self._draining = True
         end = time.monotonic() + grace_s
         while self._num_fetching and time.monotonic() < end:
             await asyncio.sleep(0.02)
