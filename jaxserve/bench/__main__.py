@@ -11,7 +11,8 @@ from jaxserve.config.flags import exit_with, parse_flags
 
 MEASUREMENTS = (
     *("offline", "serve", "compare", "compare_modes", "machine", "decode_ratio", "startup", "scheduler", "simulation"),
-    *("preemption", "structured", "sse", "buckets", "decode_steps", "host_work", "quality", "lora"),
+    *("preemption", "structured", "sse", "buckets", "decode_steps", "host_work", "quality", "lora", "overload"),
+    "connections",
 )
 
 

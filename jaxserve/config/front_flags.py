@@ -68,6 +68,6 @@ SERVER_DRAIN_FLAGS = flags_for(
         "drain_delay_s",
         FloatParser(low=0),
         0.0,
-        "seconds after SIGTERM in which requests are still taken while /ready says 503, for balancers to see it",
+        "seconds after SIGTERM in which requests are still taken, at least, while /ready says 503; 0: refused at once",
     ),
 )

@@ -42,6 +42,12 @@ KEEPALIVE = (
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
+PENDING = (
+    # Of calls that come faster than they are taken up, gRPC cancels some at random from 1,000 on. What is too much is
+    # for the queue to say, by its own bounds and with RESOURCE_EXHAUSTED.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 200_000),
+)
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -227,6 +233,7 @@ class GrpcServer:
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", settings.max_body_bytes),
             *KEEPALIVE,
+            *PENDING,
         ]
         interceptors = [KeyInterceptor(keys, settings.guard_probes)]
         self._server = grpc.aio.server(options=options, interceptors=interceptors)

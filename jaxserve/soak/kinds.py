@@ -180,7 +180,7 @@ def make(rng: random.Random, kind: str, at: float, number: int, sizes: Sizes) ->
             if rng.random() < 0.3:
                 raw = rng.choice(BROKEN_BYTES)
             else:
-                body |= rng.choice(BROKEN) | (_streamed() if rng.random() < 0.5 else {})
+                body |= (_streamed() if rng.random() < 0.5 else {}) | rng.choice(BROKEN)
     return Action(at, number, kind, body, raw, leave)
 
 
