@@ -26,7 +26,7 @@ BENCH_FLAGS: tuple[Flag, ...] = (
             "model",
             _TEXT,
             _DEFAULTS["model"],
-            "demo name, directory, .gguf, Orbax directory or hub id; host_work: or tiny",
+            "demo name, directory, .gguf, Orbax directory or hub id; host_work, connections: or tiny",
         ),
         (
             "dtypes",
@@ -79,6 +79,7 @@ BENCH_FLAGS: tuple[Flag, ...] = (
             0.5,
             "preemption: KV pages, as a share of what the slots' longest requests need together",
         ),
+        ("connections", IntParser(low=1), 2000, "connections: connections, streams and calls open at once"),
         ("streams", _COUNTS, (256,), "sse: numbers of streams open at once to measure"),
         ("iterations", _COUNT, 500, "scheduler: iterations of each figure; the median is reported"),
         ("simulated_requests", _COUNT, 10_000, "simulation: requests of its workload"),
@@ -97,13 +98,13 @@ BENCH_FLAGS: tuple[Flag, ...] = (
     ),
     *flags_for(
         "bench",
-        "Servers (serve, compare)",
-        ("url", _TEXT, None, "serve: an OpenAI-compatible server, as http://127.0.0.1:8000"),
+        "Servers (serve, overload, compare)",
+        ("url", _TEXT, None, "serve, overload: an OpenAI-compatible server, as http://127.0.0.1:8000"),
         (
             "server",
             _TEXT,
             None,
-            "serve: start this server instead; flags of jaxserve.server, or a whole command in which {port} stands"
+            "serve, overload: start this server instead; flags of jaxserve.server, or a whole command in which {port} stands"
             " for the port",
         ),
         ("api_key", _TEXT, None, "key sent as bearer token; better given as JAXSERVE_API_KEY"),
@@ -118,7 +119,7 @@ BENCH_FLAGS: tuple[Flag, ...] = (
     ),
     *flags_for(
         "bench",
-        "Load (serve, compare, compare_modes; buckets: the workload)",
+        "Load (serve, overload, compare, compare_modes; buckets: the workload)",
         (
             "workload",
             _TEXT,
@@ -147,7 +148,7 @@ BENCH_FLAGS: tuple[Flag, ...] = (
         ("rates", ListParser(_RATE), None, "requests per second; several: a run at each"),
         ("cv", _RATE, 3.0, "gamma: coefficient of variation of the gaps; above 1 bursty"),
         ("ramp_to", _RATE, None, "ramp: the last rate"),
-        ("factors", ListParser(_RATE), None, "rates as factors of the capacity, as 0.5,0.8,1,1.2"),
+        ("factors", ListParser(_RATE), None, "rates as factors of the capacity, as 0.5,0.8,1,1.2; overload: 1,2,5,20"),
         ("capacity", _RATE, None, "requests per second; default with factors: measured first, all requests at once"),
         ("long_prompt_every", IntParser(low=0), 0, "every so-manieth request gets a long prompt; 0: none; w3: 10"),
         ("long_prompt_tokens", _COUNT, 2000, "tokens of the long prompts"),

@@ -33,7 +33,7 @@ from jaxserve.config.flag_parsers import (
     ServiceClassParser,
     TextParser,
 )
-from jaxserve.config.front_flags import FRONT_OPERATION_FLAGS, SERVER_NETWORK_FLAGS
+from jaxserve.config.front_flags import FRONT_OPERATION_FLAGS, SERVER_DRAIN_FLAGS, SERVER_NETWORK_FLAGS
 from jaxserve.config.hosts_flags import HOSTS_FLAGS
 from jaxserve.config.plan_flags import PLAN_FLAGS, PLANNED
 from jaxserve.config.policy_config import BATCHINGS, POLICIES, PREEMPTIONS, RESERVATIONS, VICTIMS
@@ -320,6 +320,7 @@ FLAGS: tuple[Flag, ...] = (
         ENGINE_COMMANDS,
     ),
     *FRONT_OPERATION_FLAGS,
+    *SERVER_DRAIN_FLAGS,
     *_server(
         "Operation",
         ("metrics_compat", ChoiceParser(("", "vllm")), "", "vllm: also export metrics under vLLM's names"),

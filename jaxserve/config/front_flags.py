@@ -77,3 +77,14 @@ FRONT_OPERATION_FLAGS = flags_for(
     ("log_format", ChoiceParser(LOG_FORMATS), "text", "json: one object a line for every log record"),
     ("print_config", _BOOL, False, "print the settings as a flagfile, or as JSON under log_format json, and exit"),
 )
+
+SERVER_DRAIN_FLAGS = flags_for(
+    "server",
+    "Operation",
+    (
+        "drain_delay_s",
+        FloatParser(low=0),
+        0.0,
+        "seconds after SIGTERM in which requests are still taken, at least, while /ready says 503; 0: refused at once",
+    ),
+)

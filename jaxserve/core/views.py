@@ -122,7 +122,8 @@ class WaitingView:
 class EngineTotals:
     """Sums since the engine's start; `prefix_cache_*` count prompt tokens.
 
-    An iteration has one step, or several decode steps.
+    An iteration has one step, or several decode steps. Of requests: offered = completed + rejected + expired + aborted +
+    failed + those that run or wait.
     """
 
     iterations: int = 0
@@ -133,6 +134,12 @@ class EngineTotals:
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     steps: int = 0
+    offered: int = 0
+    completed: int = 0
+    rejected: int = 0
+    expired: int = 0
+    aborted: int = 0
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class Delivery:
         self._grammars.drop(request_id)
         forget_kv(state.request)
         if reason == FinishReason.DISPLACED:
-            self._metrics.rejected(reason)
+            self._metrics.displaced(reason)
         else:
             self._metrics.finished(state, reason)
         self._monitor.ended(state, reason, now)

@@ -289,6 +289,7 @@ class Engine:
                 if rejection.reason == "never_fits":
                     raise ValueError(rejection.message)
                 raise RejectedError(rejection)
+            self.metrics.accepted(len(arrivals))
             for request, index, sink in arrivals:
                 self._delivery.open(request, index, sink, now if request.received_at is None else request.received_at)
 

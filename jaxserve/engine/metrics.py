@@ -81,6 +81,7 @@ class EngineMetrics:
             [*self._labels, "finished_reason"],
             registry=self.registry,
         )
+        self._offered = counter("requests_offered", "Requests that arrived, taken or refused; choices count singly.")
         self._rejected = Counter(
             "jaxserve:requests_rejected",
             "Refused requests by reason.",
@@ -190,9 +191,18 @@ class EngineMetrics:
         if state.metrics.finished_at is not None:
             self._e2e.observe_each(max(state.metrics.finished_at - state.metrics.arrived_at, 0.0))
 
+    def accepted(self, count: int) -> None:
+        """Requests were taken; each ends in `finished` or `displaced`."""
+        self._offered.inc(count)
+
     def rejected(self, reason: str, count: int = 1) -> None:
         """Requests were refused at submit; choices count singly, as they do when they end."""
+        self._offered.inc(count)
         self._rejected.labels(**self._labels, reason=reason).inc(count)
+
+    def displaced(self, reason: str) -> None:
+        """A request that had been taken lost its place in the queue."""
+        self._rejected.labels(**self._labels, reason=reason).inc()
 
     def preempted(self, count: int, recomputed: Mapping[str, int], swapped: Mapping[str, int]) -> None:
         """Requests gave up their slots, or came back from the host.

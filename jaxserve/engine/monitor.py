@@ -152,15 +152,22 @@ class EngineMonitor:
 
     def totals(self, stats: EngineStats) -> EngineTotals:
         """The sums now."""
+        counters = self._scheduler.counters
         return EngineTotals(
             iterations=stats.iterations,
             steps=stats.steps,
             prefill_tokens=stats.prefill_tokens,
             decode_tokens=stats.tokens - stats.prefill_tokens,
             output_tokens=stats.output_tokens,
-            preemptions=self._scheduler.counters.preemptions,
+            preemptions=counters.preemptions,
             prefix_cache_queries=stats.cache_queries,
             prefix_cache_hits=stats.cache_hits,
+            offered=counters.offered,
+            completed=counters.completed,
+            rejected=counters.num_rejected,
+            expired=counters.expired,
+            aborted=counters.aborted,
+            failed=counters.failed,
         )
 
 

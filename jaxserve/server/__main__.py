@@ -91,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
         host=flags.host,
         http_port=flags.http_port,
         grpc_port=flags.grpc_port,
+        drain_delay_s=flags.drain_delay_s,
         drain_grace_s=flags.drain_grace_s,
         exit_on_death=flags.exit_on_death,
         http=http,

@@ -27,7 +27,6 @@ from jaxserve.server.grpc_guard import (
     seconds_left,
     tenant_of_call,
 )
-from jaxserve.server.health import health_of
 from jaxserve.server.messages import chat_end
 from jaxserve.server.orchestrator import ORCHESTRATOR_NAME, OrchestratorServicer
 from jaxserve.server.proto import inference_pb2 as pb
@@ -52,6 +51,12 @@ KEEPALIVE = (
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
+)
+PENDING = (
+    # Of calls that come faster than they are taken up, gRPC cancels some at random from 1,000 on. What is too much is
+    # for the queue to say, by its own bounds and with RESOURCE_EXHAUSTED.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 200_000),
 )
 
 
@@ -231,7 +236,7 @@ class GrpcServer:
         settings: HttpSettings,
         tls: TlsFiles | None = None,
     ) -> None:
-        self._engine = service.engine
+        self._service = service
         keys = KeyRing(settings.api_keys)
         options = [
             # Else two servers share a port in silence, each getting half of the calls.
@@ -241,6 +246,7 @@ class GrpcServer:
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             *KEEPALIVE,
+            *PENDING,
         ]
         interceptors = [KeyInterceptor(keys, settings.guard_probes), MessageInterceptor()]
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
@@ -279,10 +285,10 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
     async def _watch_state(self) -> None:
-        """Keeps the health service's answer that of the engine."""
+        """Keeps the health service's answer that of /ready."""
         status = health_pb2.HealthCheckResponse
         while True:
-            now = status.SERVING if health_of(self._engine).is_ready else status.NOT_SERVING
+            now = status.SERVING if self._service.health.is_ready else status.NOT_SERVING
             for name in ("", SERVICE_NAME):
                 await self._health.set(name, now)
             await asyncio.sleep(HEALTH_PERIOD_S)

@@ -27,7 +27,7 @@ class Health:
     """A row of the table.
 
     Attributes:
-      state: the engine's.
+      state: the engine's, or "draining" of a server that is about to.
       is_alive, is_ready: what `/health` and `/ready` say.
       body: JSON members that both have.
     """
@@ -38,9 +38,15 @@ class Health:
     body: dict[str, Any]
 
 
-def health_of(engine: EngineApi) -> Health:
-    """The engine's health now; waits for nobody."""
+def health_of(engine: EngineApi, *, is_leaving: bool = False) -> Health:
+    """The health now; waits for nobody.
+
+    Args:
+      is_leaving: balancers are to be told that the server drains, though requests are still taken.
+    """
     state = engine.state
+    if is_leaving and state == "ready":
+        state = "draining"
     is_alive = state in _ALIVE
     body: dict[str, Any] = {"status": "ok" if is_alive else state, "state": state}
     if state == "stuck":

@@ -79,7 +79,7 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
     add_response_routes(app, own_service, settings.max_body_bytes)
     _add_models(app, own_service)
     add_token_routes(app, own_service, settings.max_body_bytes)
-    add_probes(app, engine, settings)
+    add_probes(app, own_service, settings)
     add_operator_routes(app, own_service, settings)
     add_lora_routes(app, own_service, settings)
     add_debug_routes(app, own_service)

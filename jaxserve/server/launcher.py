@@ -1,9 +1,11 @@
 """Runs an engine behind both fronts in one event loop, from binding the ports to the last byte.
 
-    bind -> serve (503 with progress) -> ready -> SIGTERM or SIGINT -> drain -> fronts end -> engine ends
+    bind -> serve (503 with progress) -> ready -> SIGTERM or SIGINT -> leave -> drain -> fronts end -> engine ends
 
-The ports are bound first, so a port in use is known before a model is loaded. On the first signal new
-requests get 503 and open ones may finish within the grace period; what is left then ends with an error
+The ports are bound first, so a port in use is known before a model is loaded. With a drain delay, the first signal turns
+`/ready` to 503 and has answers close their connections, while requests are still taken: until the delay is over, for
+balancers to see it, and until the connections from before are closed, since a client that keeps one has not been told.
+Then, or at once, new requests get 503 and open ones may finish within the grace period; what is left ends with an error
 frame. A second signal ends the process at once. An engine that dies while it starts ends the process
 with 1. One that dies later fails what is open; for `DEATH_S` more every probe says so, then the process ends
 with 1, unless it is told to stay (`exit_on_death`).
@@ -27,7 +29,7 @@ from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
 from jaxserve.server.http_app import build_app
 from jaxserve.server.listening import HttpServer, address, bind
-from jaxserve.server.process import flush_and_exit, wait_until_ready
+from jaxserve.server.process import flush_and_exit, raise_open_files_limit, wait_until_ready
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
 from jaxserve.server.start_errors import start_error
@@ -37,6 +39,7 @@ if TYPE_CHECKING:  # they load jax
     from jaxserve.disaggregation import PrefillServer, RemotePrefill
     from jaxserve.engine import AsyncEngine
 
+LEAVE_PERIOD_S = 0.1
 FLUSH_S = 5.0
 """Time for the last bytes of answers to leave after the engine has drained."""
 DEATH_S = 1.0
@@ -53,7 +56,9 @@ class ServerSettings:
     Attributes:
       host: address to listen on.
       http_port, grpc_port: 0 picks a free one.
-      drain_grace_s: seconds that open requests get after the first signal.
+      drain_delay_s: seconds after the first signal in which requests are still taken, at least, while `/ready` says
+        503; 0: they are refused at once.
+      drain_grace_s: seconds that open requests get after that.
       exit_on_death: the process ends when its engine has died; else it stays, answering 503.
       http: the HTTP front's own settings; its keys, guards and body limit hold for gRPC too.
       tls: for both fronts; None: plain text.
@@ -65,6 +70,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 9000
+    drain_delay_s: float = 0.0
     drain_grace_s: float = 30.0
     exit_on_death: bool = True
     http: HttpSettings = field(default_factory=HttpSettings)
@@ -106,6 +112,7 @@ class Launcher:
           The process's exit status.
         """
         settings = self._settings
+        grpc_end: asyncio.Task[None] | None = None
         service = GenerationService(self._engine, settings.tool_call_parser, self._remote_prefill)
         try:
             http_socket = bind(settings.host, settings.http_port)
@@ -114,6 +121,7 @@ class Launcher:
             self._display.fail(str(error))
             return 1
         self._catch_signals()
+        raise_open_files_limit()
         self._engine.start()
         http_server = HttpServer(
             http_config(
@@ -142,17 +150,25 @@ class Launcher:
             self._display.note(f"the engine died; the process ends in {DEATH_S:g} s")
             await self._wait_for_stop(DEATH_S)
         elif started and not failure:
-            self._display.note(f"stopping: open requests have {settings.drain_grace_s:g} s; a second signal ends now")
+            service.leave()
+            http_server.close_after_answers()
+            ends_at = time.monotonic() + settings.drain_delay_s + settings.drain_grace_s
+            if settings.drain_delay_s:
+                self._display.note(f"leaving: requests are taken for {settings.drain_delay_s:g} s at least")
+                await self._leave(http_server, ends_at)
+                # Tells gRPC clients to connect elsewhere, which they do in the midst of what they call.
+                grpc_end = asyncio.create_task(grpc_server.stop(max(ends_at - time.monotonic(), 0.0) + FLUSH_S))
+            left_s = max(ends_at - time.monotonic(), 0.0)
+            self._display.note(f"stopping: open requests have {left_s:.0f} s; a second signal ends now")
             sides = asyncio.create_task(asyncio.to_thread(self._drain_sides))
-            ends_at = time.monotonic() + settings.drain_grace_s
-            await service.drain(settings.drain_grace_s)
+            await service.drain(left_s)
             if not await self._engine.drain(max(ends_at - time.monotonic(), 0.0)):
                 self._display.note("stopping: the grace period is over; what was left has been cut short")
             await sides
         self._stop_sides()
         self._display.close()
         http_server.should_exit = True
-        await asyncio.gather(http_task, grpc_server.stop(FLUSH_S))
+        await asyncio.gather(http_task, *([grpc_end] if grpc_end else []), grpc_server.stop(FLUSH_S))
         return max(await self._end_engine(started), 1 if failure else 0)
 
     async def _until_stopped(self) -> None:
@@ -186,6 +202,14 @@ class Launcher:
         for side in (self._remote_prefill, self._prefill_server):
             if side is not None:
                 side.stop()
+
+    async def _leave(self, http_server: HttpServer, ends_at: float) -> None:
+        """Waits out the delay, and then for connections from before, until `ends_at`; not for an engine that has died."""
+        told_at = time.monotonic() + self._settings.drain_delay_s
+        while (now := time.monotonic()) < ends_at and self._engine.error is None:
+            if now >= told_at and not http_server.num_kept:
+                return
+            await asyncio.sleep(LEAVE_PERIOD_S)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

@@ -10,8 +10,25 @@ import uvicorn
 class HttpServer(uvicorn.Server):
     """uvicorn whose signals are its caller's."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._kept: set[object] = set()
+
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)
+
+    def close_after_answers(self) -> None:
+        """From now on every answer closes its connection and says so, so that clients go elsewhere for the next."""
+        header = (b"connection", b"close")
+        # The second is made anew of the first once a second, to renew the date.
+        self.config.encoded_headers.append(header)
+        self.server_state.default_headers = [*self.server_state.default_headers, header]
+        self._kept = set(self.server_state.connections)
+
+    @property
+    def num_kept(self) -> int:
+        """Connections from before `close_after_answers` that are still open: their clients may not know of it."""
+        return len(self._kept & self.server_state.connections)
 
 
 def bind(host: str, port: int) -> socket.socket:

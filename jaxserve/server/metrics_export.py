@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 PREFIX, COMPAT_PREFIX = "jaxserve:", "vllm:"
+_END = b"# EOF\n"
 
 
 class CompatCollector(Collector):
@@ -38,16 +39,25 @@ def _compat(name: str) -> str:
     return COMPAT_PREFIX + name.removeprefix(PREFIX)
 
 
-def render_metrics(registry: CollectorRegistry, accept: str, compat: bool) -> tuple[bytes, str]:
+def render_metrics(
+    registry: CollectorRegistry, accept: str, compat: bool, process: Collector | None = None
+) -> tuple[bytes, str]:
     """The exposition text and its content type.
 
     Args:
       accept: the scraper's Accept header.
       compat: also under `vllm:`.
+      process: metrics beside those of the registry, under their own names alone.
     """
     encoder, content_type = choose_encoder(accept)
     if compat:
         both = CollectorRegistry()
         both.register(CompatCollector(registry))
         registry = both
-    return encoder(registry), content_type
+    text = encoder(registry)
+    if process is not None:
+        of_process = CollectorRegistry()
+        of_process.register(process)
+        # OpenMetrics ends with a line that stands once.
+        text = text.removesuffix(_END) + encoder(of_process)
+    return text, content_type

@@ -14,11 +14,10 @@ from jaxserve.core import EngineDeadError, NotReadyError
 from jaxserve.server.answering import answer_with
 from jaxserve.server.auth import check_operator
 from jaxserve.server.description import answers
-from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError, to_api_error
-from jaxserve.server.health import health_of
 from jaxserve.server.json_body import JsonResponse, error_response
 from jaxserve.server.metrics_export import render_metrics
+from jaxserve.server.process_metrics import ProcessCollector
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
 from jaxserve.server.version import package_version
@@ -31,17 +30,18 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
+def add_probes(app: FastAPI, service: GenerationService, settings: HttpSettings) -> None:
     """Adds /health, /ready, /metrics and /version, which answer in every state of the engine."""
+    engine = service.engine
 
     @app.get("/health", **answers("status", "state", other=[503]))
     async def health(_: Request) -> Response:
-        health = health_of(engine)
+        health = service.health
         return JsonResponse(health.body, 200 if health.is_alive else 503)
 
     @app.get("/ready", **answers("ready", "state", other=[503]))
     async def ready(_: Request) -> Response:
-        health = health_of(engine)
+        health = service.health
         body = {"ready": health.is_ready} | {name: value for name, value in health.body.items() if name != "status"}
         if health.is_ready:
             return JsonResponse(body)
@@ -56,7 +56,9 @@ def add_probes(app: FastAPI, engine: EngineApi, settings: HttpSettings) -> None:
         except (NotReadyError, EngineDeadError):  # loading, or dead before it was loaded
             registry = CollectorRegistry()
         compat = settings.metrics_compat == "vllm"
-        text, content_type = render_metrics(registry, request.headers.get("accept", ""), compat)
+        text, content_type = render_metrics(
+            registry, request.headers.get("accept", ""), compat, ProcessCollector(engine.model_name)
+        )
         return Response(text, headers={"Content-Type": content_type})
 
     @app.get("/version", **answers("version"))

@@ -57,8 +57,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
                 stream.cancel()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
-        """Whether the engine takes requests."""
-        return pb.HealthCheckResponse(is_live=self._engine.state == "ready")
+        """What `/ready` says."""
+        return pb.HealthCheckResponse(is_live=self._service.health.is_ready)
 
     async def _prompt(self, request: pb.DecodeRequest) -> list[int]:
         kind = request.WhichOneof("content")

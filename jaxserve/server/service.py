@@ -13,6 +13,7 @@ from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
 from jaxserve.core import NO_TERMS, SamplingParams, StructuredOutputs, Submission, Terms
 from jaxserve.server.engine_api import EngineApi, RemotePrefillApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
+from jaxserve.server.health import Health, health_of
 from jaxserve.server.messages import ChatEnd
 from jaxserve.server.structured_fields import Constraint
 from jaxserve.text.chat_template import ChatTemplateLimitError
@@ -48,7 +49,7 @@ class GenerationService:
     ) -> None:
         self.engine = engine
         self._remote_prefill = remote_prefill
-        self._draining = False
+        self._leaving = self._draining = False
         self._num_fetching = 0
         self.tool_call_parser = tool_call_parser
         self._longest_token = 0
@@ -66,6 +67,15 @@ class GenerationService:
         """Ends the worker threads."""
         for threads in (self._threads, self._convert_threads, self._grammar_threads, self._chat_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def health(self) -> Health:
+        """What probes are told: the engine's health, "draining" from `leave` on."""
+        return health_of(self.engine, is_leaving=self._leaving)
+
+    def leave(self) -> None:
+        """Tells balancers that the server is about to drain; requests are still taken."""
+        self._leaving = True
 
     def check_ready(self, model: str | None = None) -> None:
         """Raises ApiError 503 unless the engine takes requests, 404 when `model` is no model or adapter of it."""
@@ -88,8 +98,8 @@ class GenerationService:
             raise ApiError("not_found", message, param="model", code="model_not_found")
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests, and waits for those whose prompts other servers are computing to be queued."""
-        self._draining = True
+        """Refuses new requests from now on, and waits for those whose prompts other servers are computing to be queued."""
+        self._leaving = self._draining = True
         end = time.monotonic() + grace_s
         while self._num_fetching and time.monotonic() < end:
             await asyncio.sleep(0.02)
