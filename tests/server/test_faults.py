@@ -46,7 +46,7 @@ def serve(start, tiny_model_dir, tmp_path):
 
 
 class Clients:
-    """Requests at a server, each on a thread: `streams` over HTTP, one whole answer, one gRPC call.
+    """Requests at a server, each on a thread: `streams` over HTTP that have begun, one whole answer, one gRPC call.
 
     Attributes:
       texts: of the streams, to their ends.
@@ -58,8 +58,12 @@ class Clients:
         self.texts, self.whole, self.grpc_codes, self.cut = [], [], [], 0
         self.began = 0
         self.threads = [threading.Thread(target=self._stream) for _ in range(streams)]
-        self.threads += [threading.Thread(target=each) for each in (self._ask, self._call)]
         for thread in self.threads:
+            thread.start()
+        # Before the others, which could take the slot of a stream.
+        until(lambda: self.began == streams, what="streams have begun")
+        self.threads += [threading.Thread(target=each) for each in (self._ask, self._call)]
+        for thread in self.threads[streams:]:
             thread.start()
 
     def wait(self):
@@ -120,7 +124,6 @@ def test_ops_3_of_a_dead_engine_every_client_gets_an_error_and_the_process_ends(
     server = serve([{"at": "engine.step", "do": "raise", "skip": 60}, SLOW], f"--crash_dump_dir={folder}")
     assert httpx.get(f"{server.url}/health").json()["state"] == "ready"
     clients = Clients(server)
-    until(lambda: clients.began == 3, what="streams have begun")
     with httpx.Client(base_url=server.url) as client:
         while (health := client.get("/health")).status_code == 200:
             pass
@@ -212,7 +215,6 @@ def test_ops_3_an_engine_that_stays_stuck_ends_its_process(serve, tmp_path):
 def test_ops_4_a_signal_lets_streams_finish_within_their_grace(serve, grace_s):
     server = serve([SLOW], f"--drain_grace_s={grace_s}")
     clients = Clients(server)
-    until(lambda: clients.began == 3, what="streams have begun")
     server.process.send_signal(signal.SIGTERM)
     until(lambda: httpx.get(f"{server.url}/ready").json()["state"] == "draining", what="draining")
     assert error_of(httpx.post(server.url + URL, json=LONG), 503)["code"] == "draining"
@@ -231,7 +233,6 @@ def test_ops_4_a_signal_lets_streams_finish_within_their_grace(serve, grace_s):
 def test_ops_4_a_second_signal_ends_at_once(serve):
     server = serve([SLOW])
     clients = Clients(server)
-    until(lambda: clients.began == 3, what="streams have begun")
     server.process.send_signal(signal.SIGTERM)
     until(lambda: httpx.get(f"{server.url}/ready").json()["state"] == "draining", what="draining")
     began = time.monotonic()
@@ -244,7 +245,6 @@ def test_ops_4_a_second_signal_ends_at_once(serve):
 def test_a_server_that_is_killed_cuts_its_streams_and_serves_again_when_started(serve):
     server = serve([SLOW])
     clients = Clients(server)
-    until(lambda: clients.began == 3, what="streams have begun")
     server.process.kill()
     began = time.monotonic()
     clients.wait()

@@ -104,9 +104,9 @@ def test_metrics_compat_repeats_every_metric_under_vllms_prefix():
             openmetrics = client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     finally:
         server.stop()
-    assert sorted(names) == ["jaxserve:num_requests_running", "vllm:num_requests_running"] or all(
-        name.replace("jaxserve:", "vllm:") in names for name in names
-    )
+    of_process = ("jaxserve:process_", "jaxserve:asyncio_")  # vLLM has none of these
+    of_engine = [name for name in names if not name.startswith(of_process)]
+    assert of_engine and all(name.replace("jaxserve:", "vllm:") in names for name in of_engine)
     assert openmetrics.text.endswith("# EOF\n")
 
 
