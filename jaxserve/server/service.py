@@ -90,7 +90,7 @@ class GenerationService:
             raise ApiError("not_found", message, param="model", code="model_not_found")
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests from now on, and waits for those whose prompts other servers are computing to be queued."""
+        """Refuses new requests, and waits for those whose prompts other servers are computing to be queued."""
         self._leaving = self._draining = True
         end = time.monotonic() + grace_s
         while self._num_fetching and time.monotonic() < end:

@@ -151,7 +151,7 @@ def test_with_a_drain_delay_requests_are_taken_while_ready_says_503(start):
 
 
 def test_a_client_that_keeps_its_connection_is_served_until_it_has_been_told(start):
-    """Its stream outlasts the delay; the request after it, on the same connection, must not meet a server that refuses."""
+    """Its stream outlasts the delay; the request after it, on the same connection, must not be refused."""
     server = start("tests.server.fake_main", 20, 0.05, 0, 0, 0.2).ready()
     body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True}
     with httpx.Client(base_url=server.url, timeout=30) as kept:

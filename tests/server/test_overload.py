@@ -96,8 +96,8 @@ def test_a_full_queue_refuses_before_a_long_prompt_is_tokenised_or_a_grammar_com
         monkeypatch.undo()
         after = samples(client)
         label = 'engine="0",model_name="tiny"'
-        for name in ("requests_offered_total{%s}" % label, "requests_rejected_total{%s,reason=" % label):
-            name = f"jaxserve:{name}" + ('"queue_full_requests"}' if name.endswith("=") else "")
+        rejected = f'jaxserve:requests_rejected_total{{{label},reason="queue_full_requests"}}'
+        for name in (f"jaxserve:requests_offered_total{{{label}}}", rejected):
             assert after[name] == before[name] + 3, name
         # What only converts is not refused: it waits in no queue.
         assert client.post("/tokenize", json={"prompt": long}).status_code == 200
