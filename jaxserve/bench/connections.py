@@ -4,9 +4,9 @@
     streams    so many run, the rest waits in the queue, all open at once, each on a connection of its own
     grpc       the same as calls, on `GRPC_CHANNELS` connections
 
-The server is a process of its own on the tests' tiny model, unless `--model` says otherwise. While a phase lasts, /health
-is asked ten times a second, and the server's memory is read. Every stream must end, and have the token ids that its
-request has alone. The clients share the machine.
+The server is a process of its own; `--model=tiny` is the tests' tiny model. While a phase lasts, /health is asked ten
+times a second, and the server's memory is read. Every stream must end, and have the token ids that its request has
+alone. The clients share the machine.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ def run(flags: FlagValues) -> None:
 
 async def _phases(server: ServingProcess, count: int, tokens: int) -> list[dict[str, Any]]:
     alone = [await _stream(server.url, number, tokens) for number in range(PROMPTS)]
-    # Threads, buffers and code that the first of many needs.
-    await _all(lambda number: _stream(server.url, number, tokens), SLOTS)
 
     async def idle(number: int) -> list[int]:
         return await _idle(server.url, number, alone)

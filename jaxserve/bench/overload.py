@@ -1,7 +1,7 @@
 """`bench overload`: what a server does with several times the requests it can serve: goodput, latencies, refusals.
 
-As `bench serve --factors`, but every setting lasts equally long: `--num_requests` are of capacity, twice as many come at
-twice the rate. A refusal counts from the instant its request was due, so what the client is late by is in it; `late`
+As `bench serve --factors`, but every setting lasts equally long: `--num_requests` are of capacity, twice as many come
+at twice the rate. A refusal counts from the instant its request was due, so what the client is late by is in it; `late`
 tells how much. Objectives (`--slo_*`) are of what was admitted.
 """
 

@@ -104,8 +104,8 @@ BENCH_FLAGS: tuple[Flag, ...] = (
             "server",
             _TEXT,
             None,
-            "serve, overload: start this server instead; flags of jaxserve.server, or a whole command in which {port} stands"
-            " for the port",
+            "serve, overload: start this server instead; flags of jaxserve.server, or a whole command in which {port}"
+            " stands for the port",
         ),
         ("api_key", _TEXT, None, "key sent as bearer token; better given as JAXSERVE_API_KEY"),
         ("served_model", _TEXT, None, "model named in requests; default: the first that the server lists"),

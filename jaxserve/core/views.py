@@ -122,8 +122,8 @@ class WaitingView:
 class EngineTotals:
     """Sums since the engine's start; `prefix_cache_*` count prompt tokens.
 
-    An iteration has one step, or several decode steps. Of requests: offered = completed + rejected + expired + aborted +
-    failed + those that run or wait.
+    An iteration has one step, or several decode steps. Of requests: offered = completed + rejected + expired +
+    aborted + failed + those that run or wait.
     """
 
     iterations: int = 0

@@ -206,7 +206,8 @@ class Engine:
         with self._lock:
             scheduler = self.scheduler
             usable = self.runner.scheduler_config.num_pages - 1
-            return EngineLoad(scheduler.num_running, scheduler.num_waiting, scheduler.pages_owned / usable)
+            full = scheduler.refusal_of_any(self._clock())
+            return EngineLoad(scheduler.num_running, scheduler.num_waiting, scheduler.pages_owned / usable, full)
 
     @property
     def grammar_times(self) -> GrammarTimes:

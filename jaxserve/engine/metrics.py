@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jaxserve.core import REJECTION_REASONS, FinishReason
+from jaxserve.core import REJECTION_REASONS, FinishReason, Rejection
 from jaxserve.engine.lifecycle import STATES
 from jaxserve.engine.output_processor import RequestState
 from jaxserve.engine.startup import StartupFigures
@@ -31,11 +31,13 @@ class EngineLoad(NamedTuple):
       running: requests with a slot; choices count singly.
       waiting: requests in the queue.
       kv_usage: share of the KV pages in use, 0..1.
+      full: why whatever comes now is refused; None when a request may find a place.
     """
 
     running: int
     waiting: int
     kv_usage: float
+    full: Rejection | None = None
 
 
 class _Histogram(Histogram):

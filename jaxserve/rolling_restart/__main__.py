@@ -1,4 +1,4 @@
-"""`tools/rolling_restart [--flag=value ...] [-- SERVER FLAGS]`: shows a rolling restart; exits with 1 if a request failed."""
+"""`tools/rolling_restart [--flag=value ...] [-- SERVER FLAGS]`: a rolling restart; status 1 if a request failed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", default=TINY, help="tiny: a random one of a few KB; or as for the server")
     add("--clients", type=int, default=2, help="of each way: kept and fresh connections, streams, gRPC")
     add("--max_tokens", type=int, default=60, help="of every request")
-    add("--drain_delay_s", type=float, default=1.0, help="of the servers: several of the balancer's probes, 0.2 s apart")
+    add(
+        "--drain_delay_s", type=float, default=1.0, help="of the servers: several of the balancer's probes, 0.2 s apart"
+    )
     add("--drain_grace_s", type=float, default=30.0, help="of the servers")
     return parser
 

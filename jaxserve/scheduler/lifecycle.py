@@ -100,6 +100,14 @@ class Lifecycle(Moves):
         self._end_early(sequence, FinishReason(reason), now, forgets=forgets)
         return True
 
+    def refusal_of_any(self, now: float) -> Rejection | None:
+        """Why whatever comes now is refused; None when a request may find a place, or take another's."""
+        config = self.config
+        may_take = config.priority_preemption or config.queue_displacement
+        if self._slots.num_free or may_take or len(self._waiting) < config.max_queue_requests:
+            return None
+        return self._queue_full([], "queue_full_requests", now)
+
     def take_events(self) -> list[TokenEvent]:
         """Ends since the last call that happened outside `update`: aborts and expiries, in order."""
         events, self._events = self._events, []

@@ -17,6 +17,7 @@ from jaxserve.core import (
     EngineView,
     Logprob,
     Recording,
+    Rejection,
     RequestOutput,
     StructuredOutputs,
     Submission,
@@ -62,10 +63,11 @@ class TokenizerApi(Protocol):
 
 
 class MetricsApi(Protocol):
-    """The engine's metrics; the fronts only export them."""
+    """The engine's metrics; the fronts export them, and count what they refuse themselves."""
 
     @property
     def registry(self) -> CollectorRegistry: ...
+    def rejected(self, reason: str) -> None: ...
 
 
 class LoadApi(Protocol):
@@ -77,6 +79,8 @@ class LoadApi(Protocol):
     def waiting(self) -> int: ...
     @property
     def kv_usage(self) -> float: ...
+    @property
+    def full(self) -> Rejection | None: ...
 
 
 class Delta(Protocol):

@@ -2,9 +2,10 @@
 
     bind -> serve (503 with progress) -> ready -> SIGTERM or SIGINT -> leave -> drain -> fronts end -> engine ends
 
-The ports are bound first, so a port in use is known before a model is loaded. With a drain delay, the first signal turns
-`/ready` to 503 and has answers close their connections, while requests are still taken: until the delay is over, for
-balancers to see it, and until the connections from before are closed, since a client that keeps one has not been told.
+The ports are bound first, so a port in use is known before a model is loaded. With a drain delay, the first signal
+turns `/ready` to 503 and has answers close their connections, while requests are still taken: until the delay is over,
+for balancers to see it, and until the connections from before are closed, since a client that keeps one has not been
+told.
 Then, or at once, new requests get 503 and open ones may finish within the grace period; what is left ends with an error
 frame. A second signal ends the process at once. An engine that dies while it starts ends the process
 with 1. One that dies later fails what is open; for `DEATH_S` more every probe says so, then the process ends
@@ -204,7 +205,7 @@ class Launcher:
                 side.stop()
 
     async def _leave(self, http_server: HttpServer, ends_at: float) -> None:
-        """Waits out the delay, and then for connections from before, until `ends_at`; not for an engine that has died."""
+        """Waits out the delay, then for connections from before, until `ends_at`; not where the engine has died."""
         told_at = time.monotonic() + self._settings.drain_delay_s
         while (now := time.monotonic()) < ends_at and self._engine.error is None:
             if now >= told_at and not http_server.num_kept:

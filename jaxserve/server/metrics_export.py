@@ -10,7 +10,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 PREFIX, COMPAT_PREFIX = "jaxserve:", "vllm:"
-_END = b"# EOF\n"
 
 
 class CompatCollector(Collector):
@@ -24,6 +23,17 @@ class CompatCollector(Collector):
         metrics = list(self._registry.collect())
         yield from metrics
         yield from _renamed(metrics)
+
+
+class _Together(Collector):
+    """What several give, in their order."""
+
+    def __init__(self, collectors: Iterable[Collector | CollectorRegistry]) -> None:
+        self._collectors = tuple(collectors)
+
+    def collect(self) -> Iterable[Metric]:
+        for collector in self._collectors:
+            yield from collector.collect()
 
 
 def _renamed(metrics: list[Metric]) -> Iterator[Metric]:
@@ -47,17 +57,17 @@ def render_metrics(
     Args:
       accept: the scraper's Accept header.
       compat: also under `vllm:`.
-      process: metrics beside those of the registry, under their own names alone.
+      process: gives metrics beside those of the registry.
     """
     encoder, content_type = choose_encoder(accept)
-    if compat:
-        both = CollectorRegistry()
-        both.register(CompatCollector(registry))
-        registry = both
-    text = encoder(registry)
     if process is not None:
-        of_process = CollectorRegistry()
-        of_process.register(process)
-        # OpenMetrics ends with a line that stands once.
-        text = text.removesuffix(_END) + encoder(of_process)
-    return text, content_type
+        registry = _registry_of(_Together((registry, process)))
+    if compat:
+        registry = _registry_of(CompatCollector(registry))
+    return encoder(registry), content_type
+
+
+def _registry_of(collector: Collector) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return registry

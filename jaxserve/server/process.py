@@ -1,4 +1,4 @@
-"""What every process over an engine does: make room for files, wait for it to load, end without waiting for its threads."""
+"""What every process over an engine does: room for files, waiting for it to load, ending without its threads."""
 
 from __future__ import annotations
 

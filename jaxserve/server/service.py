@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
-from jaxserve.core import NO_TERMS, SamplingParams, StructuredOutputs, Submission, Terms
+from jaxserve.core import NO_TERMS, RejectedError, SamplingParams, StructuredOutputs, Submission, Terms
 from jaxserve.server.engine_api import EngineApi, RemotePrefillApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 from jaxserve.server.health import Health, health_of
@@ -98,7 +98,7 @@ class GenerationService:
             raise ApiError("not_found", message, param="model", code="model_not_found")
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests from now on, and waits for those whose prompts other servers are computing to be queued."""
+        """Refuses new requests, and waits for those whose prompts other servers are computing to be queued."""
         self._leaving = self._draining = True
         end = time.monotonic() + grace_s
         while self._num_fetching and time.monotonic() < end:
@@ -128,6 +128,8 @@ class GenerationService:
             await self._check_fits(len(text), param)
         tokenizer = self.engine.tokenizer
         size = sum(map(len, texts)) + CALL_CHARS * (len(texts) - 1)
+        if not converts:
+            self._refuse_work(size)
         return await self.run(size, lambda: [tokenizer.encode(text, add_special_tokens) for text in texts], converts)
 
     async def encode_chat(
@@ -171,6 +173,8 @@ class GenerationService:
             forms = await self._run_in(self._chats(converts), lambda: tokenizer.tool_forms)
             _check_forms(forms, bool(tools), with_calls, param)
         size = texts + given + CALL_CHARS * len(messages) + (num_chars(tools, INLINE_CHARS) if tools else 0)
+        if not converts:
+            self._refuse_work(size)
         opens, continues = end is ChatEnd.GENERATION_PROMPT, end is ChatEnd.CONTENT
 
         def work() -> list[int]:
@@ -225,6 +229,7 @@ class GenerationService:
         if self._waiting_grammars >= MAX_WAITING_GRAMMARS:
             message = f"{MAX_WAITING_GRAMMARS} constraints wait to be compiled already; try again later"
             raise ApiError("overloaded", message, code="grammars_waiting", retry_after_s=1.0)
+        self._refuse_work(INLINE_CHARS + 1)
         engine = self.engine
 
         def work() -> tuple[StructuredOutputs | None, object | None]:
@@ -241,6 +246,16 @@ class GenerationService:
             return await self._run_in(self._grammar_threads, work)
         finally:
             self._waiting_grammars -= 1
+
+    def _refuse_work(self, size: int) -> None:
+        """Raises RejectedError where the queue is full and the work of finding that out in turn is not small.
+
+        Threads that tokenise what is refused in the end would hold up every refusal, and what runs.
+        """
+        if size <= INLINE_CHARS or (rejection := self.engine.load.full) is None:
+            return
+        self.engine.metrics.rejected(rejection.reason)
+        raise RejectedError(rejection)
 
     async def _check_fits(self, num_chars: int, param: str) -> None:
         """Refuses a text that the context cannot hold whatever its tokens, before seconds go into finding them."""

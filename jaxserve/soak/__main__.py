@@ -1,4 +1,4 @@
-"""`tools/soak [--flag=value ...] [-- SERVER FLAGS]`: starts a server, soaks it, reports, and exits with 1 on a breach."""
+"""`tools/soak [--flag=value ...] [-- SERVER FLAGS]`: starts a server, soaks it, reports; status 1 on a breach."""
 
 from __future__ import annotations
 

@@ -161,14 +161,21 @@ def follows_schema(text: str) -> bool:
     except ValueError:
         return False
     sizes = SCHEMA["properties"]["size"]["enum"]  # type: ignore[index]
-    return isinstance(value, dict) and set(value) == {"ok", "size"} and type(value["ok"]) is bool and value["size"] in sizes
+    return (
+        isinstance(value, dict)
+        and set(value) == {"ok", "size"}
+        and type(value["ok"]) is bool
+        and value["size"] in sizes
+    )
 
 
 def _of_error(error: dict[str, Any]) -> str:
     if error.get("code") == "unfollowable":
         return UNFOLLOWABLE
     kind = str(error.get("type"))
-    return _BY_TYPE.get(kind, REFUSED if kind in ("invalid_request_error", "not_found_error", "conflict_error") else FAILED)
+    return _BY_TYPE.get(
+        kind, REFUSED if kind in ("invalid_request_error", "not_found_error", "conflict_error") else FAILED
+    )
 
 
 def _text(choice: dict[str, Any]) -> str:

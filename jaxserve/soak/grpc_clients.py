@@ -44,7 +44,7 @@ class GrpcClients:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def do(self, action: Action) -> None:
         """One action, from its call to its end."""
@@ -75,7 +75,9 @@ class GrpcClients:
         messages = reading.result()
         ends = [message for message in messages if message.finish_reason]
         if len(ends) != 1 or ends[0].finish_reason not in _ENDS or not messages[-1].HasField("usage"):
-            return Verdict(answers.BROKEN, f"{len(messages)} messages with {len(ends)} ends; the last is {messages[-1:]}")
+            return Verdict(
+                answers.BROKEN, f"{len(messages)} messages with {len(ends)} ends; the last is {messages[-1:]}"
+            )
         num_tokens = sum(len(message.token_ids) for message in messages)
         if messages[-1].usage.completion_tokens != num_tokens:
             return Verdict(answers.BROKEN, f"{num_tokens} tokens came, usage says {messages[-1].usage}")

@@ -1,7 +1,7 @@
 """What clients of a soak ask for: the bodies of requests by kind, drawn from a seeded generator.
 
-`KINDS` says how often each kind comes. A body is of `/v1/completions` unless its kind says otherwise; prompts are words,
-so that they are text to any tokenizer.
+`KINDS` says how often each kind comes. A body is of `/v1/completions` unless its kind says otherwise; prompts are
+words, so that they are text to any tokenizer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,28 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-WORDS = "the sea is wide and ships go by at dawn while gulls cry over grey stones near old harbour walls".split()
+WORDS = [
+    "the",
+    "sea",
+    "is",
+    "wide",
+    "and",
+    "ships",
+    "go",
+    "by",
+    "at",
+    "dawn",
+    "while",
+    "gulls",
+    "cry",
+    "over",
+    "grey",
+    "stones",
+    "near",
+    "old",
+    "harbour",
+    "walls",
+]
 SHARED = tuple(" ".join(WORDS[(7 * start + step) % len(WORDS)] for step in range(12)) for start in range(4))
 """Beginnings that prompts share, for the prefix cache."""
 TENANTS = ("", "alice", "bob", "carol")
@@ -135,7 +156,9 @@ def draw(rng: random.Random, at: float, number: int, sizes: Sizes) -> Action:
 
 def make(rng: random.Random, kind: str, at: float, number: int, sizes: Sizes) -> Action:
     """An action of a kind."""
-    body: dict[str, Any] = {"prompt": _prompt(rng, sizes), "max_tokens": _length(rng, sizes.max_tokens)} | _sampling(rng)
+    body: dict[str, Any] = {"prompt": _prompt(rng, sizes), "max_tokens": _length(rng, sizes.max_tokens)} | _sampling(
+        rng
+    )
     raw = leave = None
     match kind:
         case "stream" | "duplicate":

@@ -90,7 +90,9 @@ class Watch:
             self._findings.breach("health", f"p99 is {p99:.3f} s; the limit is {self._limits.health_p99_s:g} s")
         growth = self.growth_mib
         if growth > self._limits.growth_mib:
-            what = f"memory grew by {growth:.1f} MiB in {self.looked_at_s:.0f} s; the limit is {self._limits.growth_mib:g}"
+            what = (
+                f"memory grew by {growth:.1f} MiB in {self.looked_at_s:.0f} s; the limit is {self._limits.growth_mib:g}"
+            )
             self._findings.breach("memory", what)
 
     @property

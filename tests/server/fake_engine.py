@@ -84,12 +84,17 @@ class ByteTokenizer:
 
 
 class FakeMetrics:
-    """One gauge."""
+    """One gauge, and the reasons of refusals."""
 
     def __init__(self) -> None:
+        self.reasons: list[str] = []
         self.registry = CollectorRegistry()
         gauge = Gauge("jaxserve:num_requests_running", "x", ["model_name"], registry=self.registry)
         self.running = gauge.labels(model_name="fake")
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused."""
+        self.reasons.append(reason)
 
 
 @dataclass
@@ -111,6 +116,7 @@ class FakeLoad(NamedTuple):
     running: int
     waiting: int
     kv_usage: float
+    full: Rejection | None = None
 
 
 class FakeStream:

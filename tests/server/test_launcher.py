@@ -10,14 +10,18 @@ import socket
 import threading
 import time
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.bench.startup import startup_figures
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.server.console import curl_line
 from jaxserve.server.dry_run import dry_run
+from jaxserve.server.proto import inference_pb2 as pb
+from jaxserve.server.proto import inference_pb2_grpc
 from jaxserve.server.start_errors import start_error
 from tests.server.running import error_of, events_of, until
 
@@ -70,6 +74,82 @@ def test_on_sigterm_streams_finish_new_requests_get_503_and_the_exit_is_clean(st
         assert error_of(response, 503)["code"] == "draining" and "retry-after" in response.headers
     assert [events_of(text)[-1] for text in texts] == ["[DONE]"] * 3, "each stream is whole"
     assert server.wait() == 0
+
+
+def test_with_a_drain_delay_requests_are_taken_while_ready_says_503(start):
+    server = start("tests.server.fake_main", 20, 0, 0, 0, 1.0).ready()
+    with httpx.Client(base_url=server.url) as kept:
+        assert "connection" not in kept.post("/v1/completions", json={"prompt": "a"}).headers
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, what="leaving")
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        # On the connection from before and on a new one: served, and told to go elsewhere for the next.
+        for response in (
+            kept.post("/v1/completions", json={"prompt": "a"}),
+            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}),
+        ):
+            assert response.status_code == 200 and response.headers["connection"] == "close"
+    assert server.wait() == 0
+    assert time.monotonic() - began >= 1.0
+
+
+def test_a_client_that_keeps_its_connection_is_served_until_it_has_been_told(start):
+    """Its stream outlasts the delay; the request after it, on the same connection, must not be refused."""
+    server = start("tests.server.fake_main", 20, 0.05, 0, 0, 0.2).ready()
+    body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True}
+    with httpx.Client(base_url=server.url, timeout=30) as kept:
+        with kept.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            pieces = response.iter_text()
+            text = next(pieces)
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        assert text.endswith("data: [DONE]\n\n") and time.monotonic() - began > 0.5, "the stream outlasts the delay"
+        response = kept.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == 200 and response.headers["connection"] == "close"
+    assert server.wait() == 0
+
+
+def test_a_second_signal_in_the_delay_ends_at_once(start):
+    server = start("tests.server.fake_main", 60, 0, 0, 0, 60).ready()
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, what="leaving")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(5) == 128 + signal.SIGTERM
+
+
+def test_grpc_streams_finish_on_sigterm_and_health_tells_first(start):
+    server = start("tests.server.fake_main", 20, 0.05, 0, 0, 0.5).ready()
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        health = health_pb2_grpc.HealthStub(channel)
+        request = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=40, ignore_eos=True))
+        call = stub.Generate(request)
+        next(call)
+        server.process.send_signal(signal.SIGTERM)
+        asked = health_pb2.HealthCheckRequest()
+        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        until(lambda: health.Check(asked).status == not_serving, what="health tells")
+        # Still taken, as the delay goes on.
+        short = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=1))
+        assert list(stub.Generate(short))[-1].HasField("usage")
+        assert list(call)[-1].HasField("usage"), "the stream that was open is whole"
+    assert server.wait() == 0
+
+
+def test_a_second_signal_ends_grpc_streams_at_once(start):
+    server = start("tests.server.fake_main", 60, 0.5).ready()
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(pb.GenerateRequest(text="a"))
+        next(call)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, what="draining")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(5) == 128 + signal.SIGTERM
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
 def test_past_the_grace_period_streams_end_with_an_error_object(start):

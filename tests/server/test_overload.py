@@ -71,6 +71,71 @@ def test_a_refusal_takes_less_than_a_tenth_of_a_second(small_server):
     until(lambda: engine.clean, 2, "idle-clean")
 
 
+def test_a_full_queue_refuses_before_a_long_prompt_is_tokenised_or_a_grammar_compiled(small_server, monkeypatch):
+    engine = small_server.engine.engine
+    engine.gate.clear()
+    with small_server.client() as client:
+        streams = [small_server.call(lambda: submit(small_server)) for _ in range(5)]
+        before = samples(client)
+
+        def never(*_, **__):
+            raise AssertionError("this is work for nothing")
+
+        monkeypatch.setattr(engine.tokenizer, "encode", never)
+        monkeypatch.setattr(engine.tokenizer, "encode_chat", never)
+        monkeypatch.setattr(engine, "compile_grammar", never)
+        long = "a b" * 400
+        bodies = [
+            ("/v1/completions", BODY | {"prompt": long}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}], "max_tokens": 5}),
+            ("/v1/completions", BODY | {"prompt": [1, 2], "structured_outputs": {"regex": "a+"}}),
+        ]
+        for path, body in bodies:
+            error = error_of(client.post(path, json=body), 429)
+            assert error["code"] == "queue_full_requests" and "max_queue_requests" in error["message"]
+        monkeypatch.undo()
+        after = samples(client)
+        label = 'engine="0",model_name="tiny"'
+        rejected = f'jaxserve:requests_rejected_total{{{label},reason="queue_full_requests"}}'
+        for name in (f"jaxserve:requests_offered_total{{{label}}}", rejected):
+            assert after[name] == before[name] + 3, name
+        # What only converts is not refused: it waits in no queue.
+        assert client.post("/tokenize", json={"prompt": long}).status_code == 200
+        small_server.call(lambda: [stream.cancel() for stream in streams])
+        engine.gate.set()
+    until(lambda: engine.clean, 2, "idle-clean")
+
+
+def test_what_arrived_is_what_ended_was_refused_or_is_live(small_server):
+    engine = small_server.engine.engine
+    with small_server.client() as client:
+        assert client.post("/v1/completions", json=BODY | {"n": 2}).status_code == 200
+        assert client.post("/v1/completions", json=BODY | {"prompt": "a" * 200, "max_tokens": 90}).status_code == 400
+        engine.gate.clear()
+        streams = [small_server.call(lambda: submit(small_server)) for _ in range(5)]
+        error_of(client.post("/v1/completions", json=BODY), 429)
+        check_conservation(client, 5)
+        small_server.call(streams[0].cancel)
+        small_server.call(streams[4].cancel)
+        engine.gate.set()
+        until(lambda: engine.clean, 5, "idle-clean")
+        check_conservation(client, 0)
+
+
+def check_conservation(client, live):
+    found = samples(client)
+
+    def total(name):
+        return sum(value for key, value in found.items() if key.startswith(f"jaxserve:{name}{{"))
+
+    assert total("num_requests_running") + total("num_requests_waiting") == live
+    ended = total("request_success_total") + total("requests_rejected_total")
+    assert total("requests_offered_total") == ended + live
+    totals = client.get("/debug/state").json()["totals"]
+    ended = sum(totals[name] for name in ("completed", "rejected", "expired", "aborted", "failed"))
+    assert totals["offered"] == ended + live
+
+
 def submit(server):
     from jaxserve.core import SamplingParams
 
@@ -98,7 +163,8 @@ def test_choices_that_do_not_all_fit_are_refused_together(small_server):
         rejected = 'jaxserve:requests_rejected_total{engine="0",model_name="tiny",reason="queue_full_requests"}'
         after = samples(client)
         # Refused as one, not taken one by one and aborted when the fifth finds no place.
-        assert {name for name in after if "_total" in name and after[name] != before[name]} == {rejected}
+        offered = 'jaxserve:requests_offered_total{engine="0",model_name="tiny"}'
+        assert {name for name in after if "_total" in name and after[name] != before[name]} == {rejected, offered}
         assert after[rejected] == before[rejected] + 5
         small_server.call(one.cancel)
         until(lambda: engine.scheduler.num_running + engine.scheduler.num_waiting == 0, 2, "nothing was left behind")

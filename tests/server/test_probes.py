@@ -1,12 +1,15 @@
 """Health, readiness, models, metrics, version, keys: what operators and clients look at first."""
 
+import contextlib
+import socket
+
 import pytest
 
 from jaxserve.config.api_keys import ApiKey
 from jaxserve.core import NotReadyError
 from jaxserve.server.settings import HttpSettings
 from tests.server.fake_engine import FakeEngine
-from tests.server.running import RunningServer, error_of, metric_samples
+from tests.server.running import RunningServer, error_of, metric_samples, until
 
 BODY = {"prompt": "a", "max_tokens": 1}
 
@@ -151,3 +154,23 @@ def test_with_the_key_everything_and_without_it_the_probes_answer(locked_server)
         client.headers["Authorization"] = "Bearer secret"
         assert client.get("/v1/models").status_code == 200
         assert client.post("/v1/completions", json=BODY).status_code == 200
+
+
+def test_metrics_tell_what_the_process_holds(client):
+    found = dict(metric_samples(client.get("/metrics").text))
+    labels = '{engine="0",model_name="tiny"}'
+    assert found[f"jaxserve:process_resident_memory_bytes{labels}"] > 1e7
+    files = found[f"jaxserve:process_open_fds{labels}"]
+    assert found[f"jaxserve:process_threads{labels}"] >= 3 and found[f"jaxserve:asyncio_tasks{labels}"] >= 2
+    port = client.base_url.port
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        name = f"jaxserve:process_open_fds{labels}"
+        # Both ends are of this process.
+        until(lambda: dict(metric_samples(client.get("/metrics").text))[name] >= files + 20)
+
+
+def test_openmetrics_ends_once(client):
+    text = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}).text
+    assert text.count("# EOF") == 1 and text.endswith("# EOF\n") and "jaxserve:asyncio_tasks" in text
