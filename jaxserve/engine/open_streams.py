@@ -15,6 +15,12 @@ class OpenStreams:
         self._streams: dict[str, RequestStream] = {}
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._streams
+
     def find(self, request_id: str) -> RequestStream | None:
         """The stream of that id, if there is one."""
         with self._lock:

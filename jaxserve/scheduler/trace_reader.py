@@ -232,7 +232,8 @@ def _header(line: TraceFields) -> TraceHeader:
         line.wrong("kind", '"header": a trace begins with one')
     version = line.integer("schema_version")
     if version not in READABLE_VERSIONS:
-        readable = " and ".join(map(str, READABLE_VERSIONS))
+        *others, last = map(str, READABLE_VERSIONS)
+        readable = f"{', '.join(others)} and {last}"
         raise ValueError(
             f"{line.where}: schema_version is {version}; this version of jaxserve reads {readable};"
             " use the version that recorded it"

@@ -52,7 +52,7 @@ def test_str_3_a_stalled_reader_costs_others_nothing_and_gets_everything(long_se
         asked = {"stream": True, "logprobs": 20, "return_token_ids": True}
         stalled.sendall(raw_request(URL, stalling | asked))
         data = read_until(stalled, 1)
-        stream = long_server.engine._streams["stalled"]
+        stream = long_server.engine._streams.find("stalled")
         engine.gate.clear()
         threads = [threading.Thread(target=read) for _ in range(others)]
         for thread in threads:
