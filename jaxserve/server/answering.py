@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxserve.server.errors import to_api_error
+from jaxserve.server.errors import stream_error, to_api_error
 from jaxserve.server.json_body import JsonResponse, error_response, read_json
 from jaxserve.server.service import GenerationService
 from jaxserve.server.streaming import ClientGoneError
@@ -25,7 +25,7 @@ async def answer(service: GenerationService, max_body_bytes: int, request: Reque
     except ClientGoneError:
         return Response(status_code=499)  # nobody reads it
     except Exception as exc:
-        return error_response(to_api_error(exc))
+        return error_response(stream_error(exc, service.engine.state))
 
 
 def answer_with(content: Callable[[], Any]) -> Response:

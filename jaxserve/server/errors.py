@@ -182,7 +182,7 @@ def to_api_error(exc: BaseException) -> ApiError:
 
 
 def stream_error(exc: BaseException, state: str) -> ApiError:
-    """The error that ends an open stream; while the engine drains or is dead, the cause is the shutdown."""
+    """The error that ends an answer; while the engine drains or is dead, the cause is the shutdown."""
     error = to_api_error(exc)
     if error.kind == "internal" and error.code == "request_failed" and state in ("draining", "stopped"):
         return ApiError("unavailable", str(exc), code=state, retry_after_s=5.0)

@@ -168,10 +168,10 @@ def test_prompts_of_one_call_are_refused_together(engine, why):
             live = [engine.submit(prompt_token_ids=[1], params=greedy(90)) for _ in range(6)]
         else:
             group = submissions(9)
-        before = len(engine._live())
+        before = len(engine._streams.all())
         with pytest.raises((ValueError, RejectedError)):
             engine.submit_all(group)
-        assert len(engine._live()) == before == len(live)
+        assert len(engine._streams.all()) == before == len(live)
         for stream in live:
             stream.cancel()
         # The ids are free again.

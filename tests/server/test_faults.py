@@ -35,8 +35,8 @@ def serve(start, tiny_model_dir, tmp_path):
         path.write_text(json.dumps(plan))
         return start(
             *("jaxserve.server", f"--model={tiny_model_dir}", "--served_model_name=tiny", "--dtype=float32"),
-            *("--http_port=0", "--grpc_port=0", "--max_num_seqs=4", "--num_pages=80", "--max_model_len=128"),
-            *("--decode_buckets=4", "--prefill_buckets=16", "--table_width_buckets=8", "--max_num_batched_tokens=16"),
+            *("--http_port=0", "--grpc_port=0", "--max_num_seqs=8", "--num_pages=80", "--max_model_len=128"),
+            *("--decode_buckets=8", "--prefill_buckets=16", "--table_width_buckets=8", "--max_num_batched_tokens=16"),
             *(f"--fault_plan={path}", *flags),
             JAXSERVE_CACHE=str(tmp_path),
             **{ALLOW_VARIABLE: "1"},
@@ -147,7 +147,7 @@ def test_ops_3_of_a_dead_engine_every_client_gets_an_error_and_the_process_ends(
     path = replays(folder)
     died = json.loads(path.read_text().splitlines()[0])["died"]
     assert died["error"].startswith("InjectedFault") and "engine_thread.py" in died["traceback"]
-    assert died["versions"]["jax"] and died["settings"]["max_num_seqs"] == 4
+    assert died["versions"]["jax"] and died["settings"]["max_num_seqs"] == 8
     assert "sea" not in path.read_text()
 
 
@@ -300,7 +300,7 @@ def test_str_2_every_stream_ends_with_one_done_or_one_error(serve, faults_of_req
 
 
 def test_str_2_a_queue_timeout_on_an_open_stream_is_an_error_event(serve):
-    server = serve([SLOW])
+    server = serve([SLOW], "--max_num_seqs=4", "--decode_buckets=4")
     clients = Clients(server, streams=3)
     until(lambda: httpx.get(f"{server.url}/load").json()["num_requests_waiting"] == 1, what="a full server")
     body = LONG | {"stream": True, "deadline_s": 0.3}

@@ -112,7 +112,7 @@ def test_str_3_a_reader_that_pauses_for_a_minute_costs_the_others_nothing(tmp_pa
             for reader in readers:
                 reader.start()
             until(lambda: engine.scheduler.num_running == SLOTS, what="all run")
-            stream = server.engine._streams[STALLED]
+            stream = server.engine._streams.find(STALLED)
             ids = (STALLED, *(reader.request_id for reader in readers))
             sampled = {request_id: engine.scheduler.sequence(request_id).output_token_ids for request_id in ids}
 
