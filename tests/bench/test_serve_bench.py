@@ -165,3 +165,19 @@ def test_a_server_that_ends_at_once_is_said(capsys):
         main(["bench", "serve", f"--server={sys.executable} -c exit(3) {{port}}"])
     assert raised.value.code == 1
     assert "the server ended with 3 before it was ready" in capsys.readouterr().err
+
+
+def test_overload_lasts_equally_long_at_every_factor_and_counts_refusals(tmp_path, capsys):
+    full = json.dumps({"error": {"message": "full"}})
+
+    def script(number, body):
+        return Script(429, {}, full) if number % 4 == 0 else Script(gap_s=0.01)
+
+    with ScriptedServer(script) as server:
+        words = ("--served_model=m", "--warmup_requests=0", "--capacity=40", "--factors=1,3", "--runs=1")
+        document = bench(tmp_path, "overload", f"--url={server.url}", *SMALL, *words)
+    results = document["results"]
+    assert [result["offered"] for result in results] == [6, 18] and [result["rate"] for result in results] == [40, 120]
+    assert all(result["refused"] + result["completed"] == result["offered"] for result in results)
+    assert sum(result["refused"] for result in results) == 6 and results[0]["client_cpu_share"] > 0
+    assert "refusal" in capsys.readouterr().out
