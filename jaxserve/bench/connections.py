@@ -157,7 +157,7 @@ async def _idle(url: str, number: int, alone: list[list[int]]) -> list[int]:
     """Connected for a while, then asks for its first time; as its ids the right ones, when it was answered."""
     reader, writer = await _open(url)
     await asyncio.sleep(SETTLE_S)
-    writer.write(b"GET /health HTTP/1.1\r\nHost: bench\r\n\r\n")
+    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     line = await reader.readline()
     writer.close()
     return alone[number % PROMPTS] if b" 200 " in line else []
@@ -168,7 +168,10 @@ async def _stream(url: str, number: int, tokens: int) -> list[int]:
     body = {"prompt": _prompt(number), "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
     data = json.dumps(body | {"return_token_ids": True}).encode()
     reader, writer = await _open(url)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     writer.write(head.encode() + data)
     ids: list[int] = []
     done = False
@@ -198,7 +201,7 @@ async def _metrics(url: str) -> dict[str, float]:
 
 async def _get(url: str, path: str) -> str:
     reader, writer = await _open(url)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n".encode())
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     answer = await reader.read()
     writer.close()
     return answer.partition(b"\r\n\r\n")[2].decode()

@@ -115,7 +115,7 @@ async def is_ready(backend: Backend) -> bool:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(backend.host, backend.ready_port)
             with contextlib.closing(writer):
-                writer.write(b"GET /ready HTTP/1.1\r\nHost: balancer\r\nConnection: close\r\n\r\n")
+                writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 return b" 200 " in await reader.readline()
     except OSError:  # TimeoutError too
         return False

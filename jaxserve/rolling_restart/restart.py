@@ -13,6 +13,8 @@ from jaxserve.rolling_restart.clients import Clients
 from jaxserve.testing.serving_process import ServingProcess
 
 EXIT_S = 120.0
+READY_S = 30.0
+"""Most seconds from a server's own word to the balancer's."""
 REST_S = 0.5
 """Under load before, between and after restarts."""
 
@@ -84,5 +86,7 @@ def _backend(server: ServingProcess, address: str) -> Backend:
 
 
 async def _until_ready(backends: Sequence[Backend]) -> None:
-    while not all(backend.ready for backend in backends):
-        await asyncio.sleep(0.05)
+    """Raises TimeoutError when the balancer does not find all of them ready, though they said that they are."""
+    async with asyncio.timeout(READY_S):
+        while not all(backend.ready for backend in backends):
+            await asyncio.sleep(0.05)

@@ -31,6 +31,7 @@ from jaxserve.router.upstream import Upstream
 from jaxserve.server.bounded_http import HttpLimits, http_config
 from jaxserve.server.errors import ApiError
 from jaxserve.server.listening import HttpServer, address, bind
+from jaxserve.server.process import raise_open_files_limit
 from jaxserve.server.tls import TlsFiles
 
 log = logging.getLogger("jaxserve.router")
@@ -90,6 +91,7 @@ class RouterLauncher:
         except OSError as error:
             _note(f"jaxserve: {error}")
             return 1
+        raise_open_files_limit()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)

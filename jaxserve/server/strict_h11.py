@@ -29,28 +29,41 @@ class StrictConnection(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self.fault = ""
+        self._num_checked = 0  # bytes of a head that is not whole yet: however small its pieces, each is looked at once
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """As h11's; raises RemoteProtocolError for more."""
         try:
             if self.their_state is h11.IDLE:
-                _check_head(self.trailing_data[0])
-            return super().next_event()
+                data = self.trailing_data[0]
+                _check_head(data, self._num_checked)
+                self._num_checked = len(data)
+            event = super().next_event()
         except h11.RemoteProtocolError as error:
             self.fault = str(error)
             raise
+        if event is not h11.NEED_DATA:
+            self._num_checked = 0
+        return event
 
 
-def _check_head(data: bytes) -> None:
-    """Raises RemoteProtocolError for the beginning of a request, whole or not, that is not to be read further."""
-    end = data.find(b"\r\n\r\n")
-    head = data if end < 0 else data[:end]
-    if _LINE_ENDS.search(head):
+def _check_head(data: bytes, num_checked: int) -> None:
+    """Looks at the beginning of a request, whole or not, of which so many bytes have been looked at.
+
+    Raises:
+      RemoteProtocolError: it is not to be read further.
+    """
+    end = data.find(b"\r\n\r\n", max(num_checked - 3, 0))
+    length = len(data) if end < 0 else end
+    if length > MAX_HEAD_BYTES:
+        raise h11.RemoteProtocolError(f"the head is longer than {MAX_HEAD_BYTES} bytes")
+    first = max(num_checked - 1, 0)
+    if _LINE_ENDS.search(data, first, length):
         raise h11.RemoteProtocolError("a line of the head does not end with CR LF")
-    if _FOLDED.search(head):
+    if _FOLDED.search(data, first, length):
         raise h11.RemoteProtocolError("a header goes on in the next line")
     if end >= 0:
-        request_line, *fields = head.split(b"\r\n")
+        request_line, *fields = data[:end].split(b"\r\n")
         _check_framing(request_line, fields)
 
 
