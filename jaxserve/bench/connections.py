@@ -170,8 +170,6 @@ async def _stream(url: str, number: int, tokens: int) -> list[int]:
     reader, writer = await _open(url)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += f"Content-Length: {len(data)}\r\n\r\n"
-        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-    )
     writer.write(head.encode() + data)
     ids: list[int] = []
     done = False

@@ -32,8 +32,8 @@ from jaxserve.text.template_limits import check_not_quick
 _WRITTEN_AS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<(start|end)_of_turn>", re.DOTALL)
 _MARKS = range(0xF0000, 0xFFFFE)
 """Code points of a private plane: no text means anything by them."""
-_OURS = ("role", "type")
-"""Members whose values were checked against a list."""
+_KINDS = ("role", "type")
+_KIND = re.compile(r"[a-z_]{1,32}")
 
 
 class ControlTokens:
@@ -111,7 +111,7 @@ class ControlTokens:
             return value + mark if self._ends_like_one(value) else value
         if isinstance(value, Mapping):
             return {
-                self._with_marks(key, mark): inner if key in _OURS else self._with_marks(inner, mark)
+                self._with_marks(key, mark): inner if _is_kind(key, inner) else self._with_marks(inner, mark)
                 for key, inner in value.items()
             }
         return [self._with_marks(inner, mark) for inner in value] if isinstance(value, list | tuple) else value
@@ -180,7 +180,7 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every string in a JSON value but the members of `_OURS`; keys too."""
+    """Every string in a JSON value but those that say what a thing is; keys too."""
     left = [value]
     while left:
         item = left.pop()
@@ -188,9 +188,14 @@ def _texts(value: Any) -> Iterator[str]:
             yield item
         elif isinstance(item, Mapping):
             left += item
-            left += [inner for key, inner in item.items() if key not in _OURS]
+            left += [inner for key, inner in item.items() if not _is_kind(key, inner)]
         elif isinstance(item, list | tuple):
             left += item
+
+
+def _is_kind(key: Any, value: Any) -> bool:
+    """Whether a member is a word that templates compare, as of `"role": "user"`: marked, it would be another."""
+    return key in _KINDS and isinstance(value, str) and _KIND.fullmatch(value) is not None
 
 
 def _not_possible(why: str) -> str:
