@@ -144,7 +144,9 @@ def _charge_operator(operator: str, left: Any, right: Any) -> None:
         if operator == "*" and isinstance(left, int) and isinstance(right, int):
             _check_bits(left.bit_length() + right.bit_length())
     elif operator == "+":
-        charge(sum(map(len, sequences)))
+        length = sum(map(len, sequences))
+        # Characters are copied many at a time, items one by one.
+        charge(length // 4 if isinstance(left, str) else length)
     else:
         count = right if sequences[0] is left else left
         charge(len(sequences[0]) * count if isinstance(count, int) and count > 0 else 1)

@@ -170,6 +170,26 @@ def test_a_budget_grows_with_the_messages():
         ChatTemplate(source.replace("60", "150"), {}).render(messages)
 
 
+def test_long_chats_with_calls_are_within_the_limits():
+    # As gpt-oss' template looks ahead: for every message with calls, whether a later one has none.
+    source = """{%- set ns = namespace(text="", last=0) -%}
+{%- for message in messages -%}
+  {%- set ns.text = ns.text + message.content -%}
+  {%- if "tool_calls" in message -%}
+    {%- for later in messages[loop.index0 + 1:] -%}
+      {%- if later.role == "assistant" and "tool_calls" not in later -%}{%- set ns.last = loop.index -%}{%- endif -%}
+    {%- endfor -%}
+  {%- endif -%}
+{%- endfor -%}
+{{- ns.text -}}"""
+    call = {"type": "function", "function": {"name": "look", "arguments": {"where": "x" * 300}}}
+    turns = [{"role": "assistant", "content": "a", "tool_calls": [call]}, {"role": "tool", "content": "b" * 100}] * 400
+    assert ChatTemplate(source, {}).render(turns, False) == ("a" + "b" * 100) * 400
+    text = "{% set ns = namespace(text='') %}{% for m in messages %}{% set ns.text = ns.text + m.content %}{% endfor %}"
+    messages = [{"role": "user", "content": "c" * 100}] * 2000
+    assert ChatTemplate(text + "{{ ns.text }}", {}).render(messages, False) == "c" * 200_000
+
+
 def test_a_quick_rendering_has_less():
     source = f"{{% for i in range({QUICK_UNITS // 20}) %}}{{% endfor %}}"
     assert rendered(source) == ""
