@@ -156,7 +156,7 @@ class Launcher:
             ends_at = time.monotonic() + settings.drain_delay_s + settings.drain_grace_s
             if settings.drain_delay_s:
                 self._display.note(f"leaving: requests are taken for {settings.drain_delay_s:g} s at least")
-                await self._leave(http_server, ends_at)
+                await self._leave(http_server)
                 # Tells gRPC clients to connect elsewhere, which they do in the midst of what they call.
                 grpc_end = asyncio.create_task(grpc_server.stop(max(ends_at - time.monotonic(), 0.0) + FLUSH_S))
             left_s = max(ends_at - time.monotonic(), 0.0)
@@ -204,9 +204,10 @@ class Launcher:
             if side is not None:
                 side.stop()
 
-    async def _leave(self, http_server: HttpServer, ends_at: float) -> None:
-        """Waits out the delay, then for connections from before, until `ends_at`; not where the engine has died."""
+    async def _leave(self, http_server: HttpServer) -> None:
+        """Waits out the delay, then for connections from before; half of the grace is left to what is open then."""
         told_at = time.monotonic() + self._settings.drain_delay_s
+        ends_at = told_at + self._settings.drain_grace_s / 2
         while (now := time.monotonic()) < ends_at and self._engine.error is None:
             if now >= told_at and not http_server.num_kept:
                 return

@@ -50,7 +50,11 @@ class Probes:
     async def check(self, number: int) -> None:
         """Asks one amid whatever else goes on."""
         number %= len(PROBES)
-        choices = await self._ask(number)
+        try:
+            choices = await self._ask(number)
+        except (aiohttp.ClientError, OSError) as error:
+            self._findings.breach("probe", f"probe {number}: the server did not answer: {error!r}")
+            return
         if choices is None:
             self._findings.count("probe", "not answered")
             return

@@ -116,8 +116,12 @@ class Watch:
     async def rest(self) -> None:
         """The server has nothing to do: it must be clean within `IDLE_S`."""
         end = time.monotonic() + IDLE_S
-        while (problem := await self._unclean()) and time.monotonic() < end:
-            await asyncio.sleep(0.1)
+        try:
+            while (problem := await self._unclean()) and time.monotonic() < end:
+                await asyncio.sleep(0.1)
+        except (aiohttp.ClientError, OSError) as error:
+            self._missed("rest", error)
+            return
         if problem:
             self._findings.breach("idle-clean", problem)
         held = {name: self.last[name] for name in HELD}
@@ -169,7 +173,7 @@ class Watch:
         async with self._session.get("/health") as response:
             await response.read()
         took = time.monotonic() - began
-        if response.status != 200:
+        if response.status != 200 and not self._findings.faults_allowed:
             self._findings.breach("health", f"/health is {response.status}")
         if self._paused_since(began):
             return  # this process, and with it what it measures, stood still
@@ -195,16 +199,25 @@ class Watch:
             try:
                 await look()
             except (aiohttp.ClientError, OSError) as error:
-                self._findings.breach("watch", f"{look.__name__.strip('_')}: the server did not answer: {error!r}")
+                self._missed(look.__name__.strip("_"), error)
             await asyncio.sleep(seconds)
+
+    def _missed(self, look: str, error: Exception) -> None:
+        """The server did not answer, which it may while a fault lasts."""
+        if self._findings.faults_allowed:
+            self._findings.count("watch", "not answered")
+        else:
+            self._findings.breach("watch", f"{look}: the server did not answer: {error!r}")
 
     async def _get(self, path: str) -> dict[str, Any]:
         async with self._session.get(path) as response:
+            response.raise_for_status()
             found: dict[str, Any] = await response.json()
             return found
 
     async def _metrics(self) -> dict[str, float]:
         async with self._session.get("/metrics") as response:
+            response.raise_for_status()
             return sums_by_name(await response.text())
 
 
