@@ -166,6 +166,8 @@ class Replayer:
         if not self._plan_until(self._num_updated + len(instants), instants):
             return self._no_plan(record)
         if isinstance(record, IterationRecord):
+            if not self._in_flight:  # a snapshot counts more plans than it has
+                return self._no_plan(record)
             self._update(record)
         elif not self._replayed:
             self._scheduler.flush_trace()

@@ -157,7 +157,7 @@ def _items(value: Any) -> Iterable[Any]:
 def as_text(value: Any) -> str:
     """`value` as text, before and after which it is charged."""
     if isinstance(value, str):
-        charge(8 + len(value) // 4)
+        charge(8 + len(value))
         return value
     weighed(value)
     text = str(value)

@@ -67,7 +67,7 @@ def test_a_snapshot_that_was_changed_shows_as_a_difference(tmp_path):
     harness, ring = run(3, "full", 12)
     ring.lines[0]["state"]["fields"]["_num_plans"] += 1
     difference = replay(dumped(tmp_path / "dump.jsonl", ring, harness.config)).difference
-    assert difference is not None and difference.key in ("iteration", "events[0].step[0]")
+    assert difference is not None and difference.key in ("plan", "iteration", "events[0].step[0]")
 
 
 def test_no_token_is_in_a_snapshot():

@@ -155,7 +155,12 @@ def test_a_body_has_a_bound(client):
     assert len(json.dumps(body)) == BODY_BYTES
     headers = {"Content-Type": "application/json"}
     assert client.post(TOKENIZE, content=json.dumps(body), headers=headers).status_code == 200
-    error_of(client.post(TOKENIZE, content=json.dumps(body) + " ", headers=headers), 413)
+    for _ in range(10):
+        # The server closes while the body is still being sent, and the answer may be lost by that.
+        with contextlib.suppress(httpx.TransportError):
+            error_of(client.post(TOKENIZE, content=json.dumps(body) + " ", headers=headers), 413)
+            return
+    raise AssertionError("no refusal came through")
 
 
 @pytest.mark.parametrize("header", ["X-Tenant", "X-Service-Class"])

@@ -65,6 +65,12 @@ class Clients:
         self.threads += [threading.Thread(target=each) for each in (self._ask, self._call)]
         for thread in self.threads[streams:]:
             thread.start()
+        until(lambda: self._num_live() == streams + 2, what="all are there")
+
+    def _num_live(self):
+        values = dict(metric_samples(httpx.get(f"{self._server.url}/metrics").text))
+        labels = '{engine="0",model_name="tiny"}'
+        return sum(values[f"jaxserve:num_requests_{name}{labels}"] for name in ("running", "waiting"))
 
     def wait(self):
         for thread in self.threads:

@@ -122,7 +122,8 @@ def test_choices_that_do_not_all_fit_displace_nobody(class_server):
     rejected = 'jaxserve:requests_rejected_total{engine="0",model_name="tiny",reason="queue_full_requests"}'
     assert after[rejected] == before.get(rejected, 0) + 2
     counters = {name for name in after if name.startswith("jaxserve:") and "_total" in name}
-    assert {name for name in counters if after[name] != before.get(name)} == {rejected}
+    offered = 'jaxserve:requests_offered_total{engine="0",model_name="tiny"}'
+    assert {name for name in counters if after[name] != before.get(name)} == {rejected, offered}
     class_server.call(lambda: [stream.cancel() for stream in streams])
     engine.gate.set()
     until(lambda: engine.clean, 2, "idle-clean")
