@@ -124,10 +124,11 @@ class ResultFile:
             self._size += len(line)
             if self._clock() - self._synced_at >= SYNC_PERIOD_S:
                 self._sync()
-        except OSError as error:
+        except Exception as error:  # of any kind: no part of the line may stay
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
-            raise ResultFileError(f"{self.path}: {os.strerror(error.errno or 0)}") from error
+            reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise ResultFileError(f"{self.path}: {reason}") from error
 
     def close(self) -> None:
         """Makes sure of what is written, and closes the file; harmless when it is closed.

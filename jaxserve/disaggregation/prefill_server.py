@@ -156,9 +156,12 @@ class PrefillServer:
 
     def _sweep(self) -> None:
         while not self._stopping.wait(min(1.0, self._settings.hold_s / 4)):
-            if count := self._exports.expire(time.monotonic()):
-                self._metrics.expired.inc(count)
-                logging.warning("the pages of %d prompts were given up: nobody came for them", count)
+            try:
+                if count := self._exports.expire(time.monotonic()):
+                    self._metrics.expired.inc(count)
+                    logging.warning("the pages of %d prompts were given up: nobody came for them", count)
+            except Exception:
+                logging.exception("pages that nobody came for could not be given up; this is tried again")
 
     def _serve(self, connection: socket.socket) -> None:
         channel = Channel(connection, self._settings.timeout_s)

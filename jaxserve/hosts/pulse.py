@@ -6,8 +6,11 @@ and goes on, has lost one beat, not the hour that it slept.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 20
 _LONGEST_BEAT_S = 1.0
@@ -18,7 +21,7 @@ class Pulse:
 
     Args:
       timeout_s: that `lasted` tells of.
-      beat: must not wait for long.
+      beat: must not wait for long. What it raises is logged, and the next beat comes.
 
     Attributes:
       now: beats so far; what `lasted` takes.
@@ -47,4 +50,7 @@ class Pulse:
     def _run(self) -> None:
         while not self._ended.wait(self._beat_s):
             self.now += 1
-            self._beat()
+            try:
+                self._beat()
+            except Exception:
+                log.exception("a sign of life failed; the next one will be tried")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc
@@ -36,6 +37,8 @@ from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.settings import HttpSettings
 from jaxserve.server.tls import TlsFiles
 from jaxserve.server.version import package_version
+
+log = logging.getLogger("jaxserve.server")
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 HEALTH_PERIOD_S = 0.2
@@ -285,10 +288,18 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
     async def _watch_state(self) -> None:
-        """Keeps the health service's answer that of /ready."""
+        """Keeps the health service's answer that of /ready; where that cannot be told, nothing is served."""
         status = health_pb2.HealthCheckResponse
+        is_told = False
         while True:
-            now = status.SERVING if self._service.health.is_ready else status.NOT_SERVING
+            try:
+                now = status.SERVING if self._service.health.is_ready else status.NOT_SERVING
+                is_told = False
+            except Exception:
+                now = status.NOT_SERVING
+                if not is_told:
+                    log.exception("the engine's health cannot be read; gRPC health is NOT_SERVING until it can")
+                is_told = True
             for name in ("", SERVICE_NAME):
                 await self._health.set(name, now)
             await asyncio.sleep(HEALTH_PERIOD_S)

@@ -93,13 +93,15 @@ class StatsReporter:
                 continue
             try:
                 after, load = self._engine.totals, self._engine.load
+                now = time.monotonic()
+                stats = stats_between(before, after, load, now - before_at)
+                before, before_at = after, now
+                if stats is not None:
+                    log.info("%s", stats.text, extra={"fields": stats.fields})
             except NotReadyError:
                 continue
-            now = time.monotonic()
-            stats = stats_between(before, after, load, now - before_at)
-            before, before_at = after, now
-            if stats is not None:
-                log.info("%s", stats.text, extra={"fields": stats.fields})
+            except Exception:
+                log.exception("the stats of an interval could not be told; the next one's will be tried")
 
 
 def _rounded(value: float | None) -> float | None:

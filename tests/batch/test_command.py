@@ -117,6 +117,17 @@ def test_a_full_disk_ends_the_run_with_whole_lines_and_a_rerun_goes_on(paths, st
     assert len(texts_by_id(paths[1])) == NUM_LINES
 
 
+def test_a_write_that_fails_ends_the_run_with_whole_lines_and_a_rerun_goes_on(paths, start):
+    process = start(0, "write_fails")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "out.jsonl: InjectedFault: " in errors and "what is written is whole" in errors
+    assert "Traceback" not in errors
+    assert len(texts_by_id(paths[1])) == 9
+    assert start(0).wait(30) == 0
+    assert len(texts_by_id(paths[1])) == NUM_LINES
+
+
 def test_the_summary_counts_lines_and_names_what_failed(paths, start):
     with paths[0].open("a") as file:
         file.write("{\n{\n" + json.dumps(completion("bad", temperature=9e9)) + "\n")

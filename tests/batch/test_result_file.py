@@ -8,6 +8,7 @@ import pytest
 from jaxserve.batch import result_file
 from jaxserve.batch.records import LineError, Result
 from jaxserve.batch.result_file import ResultFile, ResultFileError
+from jaxserve.faults import Fault, FaultPlan, use_fault_plan
 from tests.batch.lines import read_results
 
 RESULTS = [
@@ -111,6 +112,21 @@ def test_a_full_disk_leaves_whole_lines(path, monkeypatch):
         file.append(LINES[1])
     assert path.read_bytes() == LINES[0]
     room[0] = 1000  # space again
+    file.append(LINES[1])
+    file.close()
+    assert path.read_bytes() == LINES[0] + LINES[1]
+
+
+def test_a_write_that_fails_for_another_cause_leaves_whole_lines_too(path):
+    file = ResultFile(path)
+    file.append(LINES[0])
+    use_fault_plan(FaultPlan([Fault("batch.write", "raise")]))
+    try:
+        with pytest.raises(ResultFileError, match=r"out\.jsonl: InjectedFault: "):
+            file.append(LINES[1])
+    finally:
+        use_fault_plan(None)
+    assert path.read_bytes() == LINES[0]
     file.append(LINES[1])
     file.close()
     assert path.read_bytes() == LINES[0] + LINES[1]

@@ -65,6 +65,23 @@ def test_the_reporter_speaks_while_requests_run_and_is_silent_when_idle(lines, c
     assert caplog.records[-1].fields["running"] == 1
 
 
+def test_a_fault_of_the_reporter_is_logged_and_it_goes_on(lines):
+    class Faulty(FakeEngine):
+        faults = 2
+
+        @property
+        def load(self):
+            if self.faults:
+                self.faults -= 1
+                raise ValueError("of the load")
+            return super().load
+
+    with StatsReporter(Faulty(), 0.01):
+        until(lambda: len(lines()) == 3, what="a line after the faults")
+    fault = "the stats of an interval could not be told; the next one's will be tried"
+    assert lines()[:2] == [fault, fault] and lines()[2] != fault
+
+
 def test_the_reporter_waits_for_the_model_and_an_interval_of_0_is_never(lines):
     engine = FakeEngine()
     engine.state = "loading"

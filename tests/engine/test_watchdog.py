@@ -1,0 +1,444 @@
+"""The watchdog on a clock that the tests turn: when an engine is stuck, ready again, dead; and what does not count."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.core import EngineDeadError, EngineStuckError, NotReadyError
+from jaxserve.engine.engine_thread import EngineThread
+from jaxserve.engine.watchdog import LATE_S, StepClock, Watchdog, look_period_s
+
+STEP_S, EXIT_S, START_S = 60.0, 30.0, 300.0
+
+
+def until(condition, what):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come true"
+        time.sleep(0.001)
+
+
+class Clock:
+    """Stands still but for what a test adds."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+class Gate:
+    """Something of the engine's thread that begins and waits for the test to let it end."""
+
+    def __init__(self):
+        self._entered, self._may_leave = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self):
+        self._entered.release()
+        assert self._may_leave.acquire(timeout=30), "the test did not let it end"
+
+    def entered(self):
+        assert self._entered.acquire(timeout=10), "the engine's thread did not come"
+
+    def leave(self):
+        self._may_leave.release()
+
+
+class Metrics:
+    def __init__(self):
+        self.num_stuck = self.num_resumed = 0
+
+    def show_state(self, read_state, read_age_s):
+        self.read_state, self.read_age_s = read_state, read_age_s
+
+    def stuck(self):
+        self.num_stuck += 1
+
+    def resumed(self):
+        self.num_resumed += 1
+
+
+class Engine:
+    """Has work when told so; loading, warm-up and each step wait at a gate."""
+
+    def __init__(self, progress):
+        self.progress = progress
+        self.monitor = SimpleNamespace(keep=lambda num: None)
+        self.metrics = Metrics()
+        self.has_work = False
+        self.warming, self.stepping = Gate(), Gate()
+        self.closed_with = []
+
+    def on_lost(self, die):
+        pass
+
+    def warm_up(self):
+        self.warming()
+
+    def step(self):
+        if self.has_work:
+            self.stepping()
+            return True
+        return False
+
+    def land(self):
+        pass
+
+    def close(self, error=None):
+        self.closed_with.append(error)
+
+
+class Stream:
+    """An open stream of a client."""
+
+    def __init__(self, request_id):
+        self.request_id = request_id
+        self.errors, self.num_cancelled = [], 0
+
+    def fail(self, error):
+        self.errors.append(error)
+
+    def cancel(self):
+        self.num_cancelled += 1
+
+
+class Watched(EngineThread):
+    """An EngineThread that is looked at when the test says so, and by nobody else."""
+
+    def __init__(self, **limits):
+        self.clock = Clock()
+        self.deaths = 0
+        self.loading = Gate()
+        self.fake = None
+        limits = {"step_timeout_s": STEP_S, "stuck_exit_s": EXIT_S, "startup_timeout_s": START_S} | limits
+        config = EngineConfig(model="none", **limits)
+        super().__init__(config, factory=self._make, on_death=self._died, clock=self.clock)
+        self.looks = self._watchdog is not None
+        self._watchdog = None
+
+    def _make(self, config, progress):
+        self.loading()
+        self.fake = Engine(progress)
+        return self.fake
+
+    def _died(self):
+        self.deaths += 1
+
+    def begin(self):
+        self.start()
+        self.loading.entered()
+
+    def warm(self):
+        self.begin()
+        self.loading.leave()
+        until(lambda: self.fake is not None, "loading ends")
+        self.fake.warming.entered()
+
+    def ready(self):
+        self.warm()
+        self.fake.warming.leave()
+        until(lambda: self.state == "ready", "ready")
+
+    def in_step(self):
+        """Work comes, and a step begins that does not end."""
+        self.ready()
+        self.work()
+
+    def rest(self):
+        """Waits until the thread has found nothing to do."""
+        until(lambda: self._steps._since is None, "idle")
+
+    def work(self):
+        self.fake.has_work = True
+        self.wake()
+        self.fake.stepping.entered()
+
+    def open(self, request_id="one"):
+        stream = Stream(request_id)
+        assert self._streams.register([stream]) is None
+        return stream
+
+    def after(self, seconds, late_s=0.0):
+        """The state that a look finds so much later, and whether there is anything left to watch."""
+        self.clock.now += seconds
+        goes_on = self._look(late_s)
+        return self.state if goes_on else f"{self.state}, unwatched"
+
+    def end(self):
+        if not self._thread.ident:
+            return
+        self._stopping = True
+        self.loading.leave()
+        until(lambda: self.fake is not None, "loading ends")
+        self.fake.has_work = False
+        self.fake.warming.leave()
+        self.fake.stepping.leave()
+        self.wake()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def watch():
+    """`watch(**limits)`: a `Watched`, whose thread is ended behind the test."""
+    made = []
+
+    def make(**limits):
+        made.append(Watched(**limits))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def test_no_step_for_step_timeout_while_there_is_work_is_stuck(watch):
+    thread = watch()
+    thread.in_step()
+    stream = thread.open()
+    assert thread.after(STEP_S) == "ready" and not stream.errors
+    assert thread.after(0.5) == "stuck"
+    assert thread.fake.metrics.num_stuck == 1
+    (error,) = stream.errors
+    assert isinstance(error, EngineStuckError) and "no step for 60.5 s" in str(error)
+    with pytest.raises(EngineStuckError, match=r"no step for 60\.5 s"):
+        thread._raise_unless_ready()
+    assert thread.fake.metrics.read_state() == "stuck" and thread.fake.metrics.read_age_s() == 60.5
+
+
+def test_it_is_told_once_that_it_is_stuck(watch):
+    thread = watch()
+    thread.in_step()
+    stream = thread.open()
+    assert [thread.after(STEP_S + 1), thread.after(1), thread.after(1)] == ["stuck"] * 3
+    assert thread.fake.metrics.num_stuck == 1 and len(stream.errors) == 1
+
+
+def test_steps_that_come_back_keep_it_ready(watch):
+    thread = watch()
+    thread.in_step()
+    for _ in range(5):
+        assert thread.after(STEP_S - 1) == "ready"
+        thread.fake.stepping.leave()
+        thread.fake.stepping.entered()
+        assert thread.step_age_s == 0
+    assert thread.fake.metrics.num_stuck == 0
+
+
+def test_idle_has_no_age(watch):
+    thread = watch()
+    thread.ready()
+    for _ in range(10):
+        thread.rest()
+        assert thread.after(100 * STEP_S) == "ready" and thread.step_age_s == 0
+    thread.rest()
+    thread.work()
+    assert thread.step_age_s == 0  # the time before the work came is not the work's
+    assert thread.after(STEP_S) == "ready"
+    assert thread.after(1) == "stuck"
+
+
+@pytest.mark.parametrize("stage", ["begin", "warm"])
+def test_loading_and_warm_up_have_the_startup_limit_alone(watch, stage):
+    thread = watch()
+    getattr(thread, stage)()
+    state = thread.state
+    assert state == {"begin": "loading", "warm": "warming_up"}[stage]
+    assert thread.after(START_S) == state  # far more than steps may take
+    assert thread.after(1) == "dead" and thread.deaths == 1
+    assert isinstance(thread.error, EngineStuckError) and "the start made no progress for 301 s" in str(thread.error)
+    assert thread.after(1) == "dead, unwatched" and thread.deaths == 1
+
+
+def test_progress_of_a_start_gives_it_the_whole_limit_again(watch):
+    thread = watch()
+    thread.warm()
+    for done in range(4):
+        assert thread.after(START_S - 1) == "warming_up"
+        thread.fake.progress("warm-up", done, 4, f"program {done}")
+        assert thread.step_age_s == 0
+    assert thread.after(START_S) == "warming_up"
+    assert thread.after(1) == "dead"
+    assert "after warm-up: program 3" in str(thread.error)
+
+
+def test_a_start_that_ends_late_is_not_held_against_the_steps(watch):
+    thread = watch()
+    thread.warm()
+    assert thread.after(START_S - 1) == "warming_up"
+    thread.fake.warming.leave()
+    until(lambda: thread.state == "ready", "ready")
+    assert thread.after(0) == "ready"
+
+
+@pytest.mark.parametrize(("stage", "limit_s"), [("in_step", STEP_S), ("warm", START_S)])
+def test_time_in_which_the_whole_process_was_stopped_does_not_count(watch, stage, limit_s):
+    thread = watch()
+    getattr(thread, stage)()
+    state = thread.state
+    assert thread.after(limit_s - 1) == state
+    assert thread.after(10_000, late_s=10_000) == state
+    assert thread.step_age_s == limit_s - 1
+    assert thread.after(1) == state
+    assert thread.after(0.5) == {"ready": "stuck", "warming_up": "dead"}[state]
+
+
+def test_a_stuck_engine_is_not_dead_of_time_in_which_the_process_was_stopped(watch):
+    thread = watch()
+    thread.in_step()
+    assert thread.after(STEP_S + 1) == "stuck"
+    assert thread.after(10_000, late_s=10_000) == "stuck"
+    assert thread.after(EXIT_S) == "dead"
+
+
+def test_a_step_that_comes_back_makes_it_ready_again(watch):
+    thread = watch()
+    thread.in_step()
+    failed = thread.open("failed")
+    assert thread.after(STEP_S + 1) == "stuck"
+    between = thread.open("between")  # was being submitted when the others were told
+    thread.fake.stepping.leave()
+    thread.fake.stepping.entered()  # of the next step
+    assert thread.state == "ready" and thread.fake.metrics.num_resumed == 1
+    thread._raise_unless_ready()
+    for stream in (failed, between):
+        assert stream.num_cancelled == 1 and all(isinstance(error, EngineStuckError) for error in stream.errors)
+    assert len(between.errors) == 1
+    assert thread.after(STEP_S) == "ready" and thread.after(1) == "stuck"
+    assert thread.fake.metrics.num_stuck == 2 and thread.deaths == 0
+
+
+def test_after_stuck_exit_more_it_is_dead_once(watch):
+    thread = watch()
+    thread.in_step()
+    stream = thread.open()
+    assert thread.after(STEP_S + 1) == "stuck"
+    assert thread.after(EXIT_S - 1) == "stuck" and thread.deaths == 0
+    assert thread.after(0.5) == "dead"
+    assert isinstance(thread.error, EngineStuckError) and "no step for 90.5 s" in str(thread.error)
+    assert isinstance(stream.errors[-1], EngineDeadError)
+    with pytest.raises(EngineDeadError, match="the engine died: EngineStuckError"):
+        thread._raise_unless_ready()
+    assert thread.after(1000) == "dead, unwatched"
+    thread.fake.stepping.leave()  # too late: dead is for ever
+    thread._thread.join(10)
+    assert not thread._thread.is_alive()
+    assert (thread.state, thread.deaths, thread.fake.metrics.num_resumed) == ("dead", 1, 0)
+    assert thread.fake.closed_with[0] is thread.error
+
+
+def test_a_drain_is_not_watched_and_cannot_get_stuck(watch):
+    thread = watch()
+    thread.in_step()
+    assert thread._lifecycle.move("draining")
+    assert thread.after(100 * START_S) == "draining" and thread.deaths == 0
+
+
+@pytest.mark.parametrize(
+    ("off", "stage", "state"),
+    [
+        ("step_timeout_s", "in_step", "ready"),
+        ("startup_timeout_s", "begin", "loading"),
+        ("startup_timeout_s", "warm", "warming_up"),
+    ],
+)
+def test_0_turns_a_limit_off(watch, off, stage, state):
+    thread = watch(**{off: 0.0})
+    getattr(thread, stage)()
+    assert thread.after(1e6) == state and thread.deaths == 0
+
+
+def test_0_leaves_a_stuck_engine_alive(watch):
+    thread = watch(stuck_exit_s=0.0)
+    thread.in_step()
+    assert thread.after(STEP_S + 1) == "stuck"
+    assert thread.after(1e6) == "stuck" and thread.deaths == 0
+    thread.fake.stepping.leave()
+    thread.fake.stepping.entered()
+    assert thread.state == "ready"
+
+
+def test_nothing_looks_when_every_limit_is_off(watch):
+    assert watch().looks
+    assert not watch(step_timeout_s=0.0, stuck_exit_s=0.0, startup_timeout_s=0.0).looks
+    with pytest.raises(NotReadyError):
+        watch()._raise_unless_ready()
+
+
+def look(script):
+    """Runs a watchdog whose looks take the clock on by so much each; gives by what each look was told to be late."""
+    clock, told = Clock(), []
+    left = iter(script)
+
+    def on_look(late_s):
+        told.append(late_s)
+        seconds = next(left, None)
+        if isinstance(seconds, Exception):
+            raise seconds
+        clock.now += seconds or 0
+        return seconds is not None
+
+    dog = Watchdog(0.001, on_look, clock)
+    dog.start()
+    dog._thread.join(10)
+    assert not dog._thread.is_alive()
+    return told
+
+
+def test_a_look_tells_how_late_it_is():
+    told = look([LATE_S / 2, 30.0, 0.0])
+    assert told[:2] == [0.0, 0.0]  # half a second is a busy machine
+    assert told[2] == pytest.approx(30.0, abs=0.01)
+    assert told[3] == 0.0 and len(told) == 4
+
+
+def test_a_look_that_fails_is_logged_and_the_next_one_comes(caplog):
+    assert len(look([ValueError("of the look"), ValueError("again"), 0.0])) == 4
+    assert [record.message for record in caplog.records].count(
+        "the watchdog could not look at the engine; it will look again"
+    ) == 2
+
+
+def test_a_stopped_watchdog_ends():
+    dog = Watchdog(0.001, lambda late_s: True)
+    dog.start()
+    dog.stop()
+    dog.stop()
+    dog._thread.join(10)
+    assert not dog._thread.is_alive()
+
+
+def test_work_counts_from_when_it_came():
+    clock = Clock()
+    steps = StepClock(clock)
+    assert steps.age_s == 0
+    steps.working()
+    clock.now += 5
+    steps.working()
+    assert steps.age_s == 5
+    steps.progressed()
+    assert steps.age_s == 0
+    steps.idle()
+    clock.now += 5
+    assert steps.age_s == 0
+    steps.forgive(3)
+    assert steps.age_s == 0
+    steps.working()
+    clock.now += 5
+    steps.forgive(3)
+    assert steps.age_s == 2
+    steps.forgive(10)  # never a time to come
+    assert steps.age_s == 0
+    clock.now += 1
+    assert steps.age_s == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "period_s"), [((60.0, 60.0, 1800.0), 1.0), ((1.0, 0.0, 0.0), 0.25), ((60.0, 0.4, 0.0), 0.1)]
+)
+def test_a_limit_is_overrun_by_a_quarter_at_most(limits, period_s):
+    assert look_period_s(*limits) == pytest.approx(period_s)
