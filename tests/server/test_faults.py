@@ -65,12 +65,15 @@ class Clients:
         self.threads += [threading.Thread(target=each) for each in (self._ask, self._call)]
         for thread in self.threads[streams:]:
             thread.start()
-        until(lambda: self._num_live() == streams + 2, what="all are there")
+        until(lambda: self._num_live() == streams + 2 or not self._is_healthy(), what="all are there")
 
     def _num_live(self):
         values = dict(metric_samples(httpx.get(f"{self._server.url}/metrics").text))
         labels = '{engine="0",model_name="tiny"}'
         return sum(values[f"jaxserve:num_requests_{name}{labels}"] for name in ("running", "waiting"))
+
+    def _is_healthy(self):
+        return httpx.get(f"{self._server.url}/health").status_code == 200
 
     def wait(self):
         for thread in self.threads:
