@@ -37,7 +37,7 @@ from jaxserve.core import (
     Submission,
 )
 from jaxserve.engine.adapters import Adapters
-from jaxserve.engine.crash_dump import CrashDump
+from jaxserve.engine.crash_dump import LOCK_S, CrashDump
 from jaxserve.engine.delivery import Delivery, Sink
 from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
 from jaxserve.engine.iteration import Iterations
@@ -361,14 +361,17 @@ class Engine:
         """
         if error is not None and self._crash_dump is not None:
             self._crash_dump.write(error, self.config, self.scheduler, self._lock)
-        if self._trace:
-            with self._lock:
-                self.scheduler.flush_trace()
-                self._trace.close()
         if self._followers is not None:
             if error is not None:
                 self._followers.lose(HostLostError(f"process 0 failed: {type(error).__name__}: {error}"))
             self._followers.close()
+        # A step that hangs may have the lock for ever; its trace has whole lines all the same.
+        if self._trace and self._lock.acquire(timeout=LOCK_S):
+            try:
+                self.scheduler.flush_trace()
+                self._trace.close()
+            finally:
+                self._lock.release()
 
     def _find_adapter(self, name: str) -> Adapter | None:
         try:

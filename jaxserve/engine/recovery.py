@@ -92,11 +92,12 @@ class Suspicion:
             return self._end_culprit(only) if self._suspects[only] >= STRIKES else NOTHING
         if len(again) == 1:
             # Those beside it are cleared, and may yet have their part in it: it is to run alone.
-            self._bystanders = tuple(each for each in participants if each not in again)
-            return Verdict(hold=self._bystanders)
-        tried, rest = again[: len(again) // 2], tuple(again[len(again) // 2 :])
+            beside = tuple(each for each in participants if each not in again)
+            self._bystanders += beside  # others may have been beside it before
+            return Verdict(hold=beside)
+        rest = tuple(again[len(again) // 2 :])
         self._held.append(rest)
-        self._trial = set(tried)
+        self._trial.difference_update(rest)
         return Verdict(hold=rest)
 
     def cleared(self, number: int) -> Verdict:

@@ -3,7 +3,7 @@
 A JSON list of objects, as in
 
     [{"at": "runner.dispatch", "do": "raise", "iteration": 12},
-     {"at": "runner.collect", "do": "nan", "request_id": "bad-*", "times": 1},
+     {"at": "runner.dispatch", "do": "nan", "request_id": "bad-*", "times": 1},
      {"at": "runner.collect", "do": "hang", "skip": 40, "seconds": 5}]
 
 A fault strikes when its place is passed and all that it names fits; `skip` such passages go by before, and after

@@ -104,7 +104,7 @@ class Lifecycle(Moves):
         """Why whatever comes now is refused; None when a request may find a place, or take another's."""
         config = self.config
         may_take = config.priority_preemption or config.queue_displacement
-        if self._slots.num_free or may_take or len(self._waiting) < config.max_queue_requests:
+        if self.has_slot_to_give or may_take or len(self._waiting) < config.max_queue_requests:
             return None
         return self._queue_full([], "queue_full_requests", now)
 
@@ -123,7 +123,7 @@ class Lifecycle(Moves):
                 request,
                 is_live=request.request_id in self._live or request.request_id in seen,
                 num_waiting=len(self._waiting),
-                has_free_slot=bool(self._slots.num_free),
+                has_free_slot=self.has_slot_to_give,
                 now=now,
             )
             if rejection is not None:
@@ -162,7 +162,7 @@ class Lifecycle(Moves):
 
     def _take_lower_slot(self, sequence: Sequence, later: Items[Sequence]) -> bool:
         """Preempts a request of lower class, if that leaves `later` their places in the queue."""
-        if self._slots.num_free or not self.config.priority_preemption or not self._may_take_slot(sequence):
+        if self.has_slot_to_give or not self.config.priority_preemption or not self._may_take_slot(sequence):
             return False
         victim = self._victims.for_slot(sequence, self._running.values())
         # Without pages for the newcomer or a place for the victim it is not disturbed.

@@ -56,6 +56,8 @@ def exit_later(seconds: float, status: int) -> None:
 
 def flush_and_exit(status: int) -> NoReturn:
     """Ends the process without waiting for other threads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

@@ -199,3 +199,14 @@ def test_growing_too_far_makes_it_wait_longer(times):
     while not budget.good():
         waited += 1
     assert waited == min(TokenBudget.PATIENCE * 2**times, TokenBudget.MOST_PATIENCE)
+
+
+def test_whoever_was_held_beside_one_that_is_tried_alone_is_released():
+    suspicion, held = Suspicion(8), set()
+    for participants in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2], [0, 3], [0, 4], [0], [0]):
+        verdict = suspicion.failed([each for each in participants if each not in held])
+        held = held.union(verdict.hold).difference(verdict.release)
+        assert held == suspicion.held
+    while runs := [each for each in suspicion.suspects if each not in held]:
+        held -= set(suspicion.cleared(runs[0]).release)
+    assert not held and not suspicion.held
