@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from jaxserve.bench import connections
 from jaxserve.bench.__main__ import main
 
 
+@pytest.mark.slow  # figures of a server that tests beside it slow down
 def test_every_connection_is_served(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(connections, "SLOTS", 8)
     monkeypatch.setattr(connections, "SETTLE_S", 0.2)
