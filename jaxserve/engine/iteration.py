@@ -29,7 +29,6 @@ When a plan is empty the oldest step in flight is taken in at once: no token wai
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -167,8 +166,10 @@ class Iterations:
         failed = next((at for at, flight in enumerate(self._flights) if flight.has_failed), len(self._flights))
         while len(self._flights) > failed:
             self._flights.pop()
-        with contextlib.suppress(StepFailedError):
+        try:
             self._land()
+        except StepFailedError as older:  # its error, which shows only now, is the cause of the later one's
+            failure = older
         self._flights.clear()
         self._recovery.recover(failure)
 

@@ -214,6 +214,17 @@ def test_two_of_them_end_and_the_others_go_on(make_faulty):
     assert_alike(run(llm, faults=faults), want, but=["r1", "r6"])
 
 
+def test_of_two_steps_that_fail_the_older_ones_error_is_the_cause(make_faulty):
+    llm = make_faulty(seed=1)  # its own, as its token budget is smaller afterwards
+    want = run(llm)
+    before = [metric(llm, "step_failures_total", kind=kind) for kind in ("out_of_memory", "error")]
+    # The step behind cannot be dispatched, and only then it shows that the one in flight had no memory.
+    faults = [Fault("runner.dispatch", "raise", skip=9), Fault("runner.collect", "out_of_memory", skip=8)]
+    assert_alike(run(llm, faults=faults), want)
+    after = [metric(llm, "step_failures_total", kind=kind) for kind in ("out_of_memory", "error")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 0]
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("mode", ["overlap", "no_overlap", "recompute", "swap", "steps"])
 def test_without_device_memory_steps_become_smaller_and_grow_again(make_faulty, mode, place):
