@@ -30,8 +30,7 @@ from jaxserve.router.settings import RouterSettings
 from jaxserve.router.upstream import Upstream
 from jaxserve.server.bounded_http import HttpLimits, http_config
 from jaxserve.server.errors import ApiError
-from jaxserve.server.listening import HttpServer, address, bind
-from jaxserve.server.process import raise_open_files_limit
+from jaxserve.server.listening import HttpServer, address, bind, raise_open_files_limit
 from jaxserve.server.tls import TlsFiles
 
 log = logging.getLogger("jaxserve.router")

@@ -29,8 +29,8 @@ from jaxserve.server.console import StartupDisplay
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.grpc_service import GrpcServer
 from jaxserve.server.http_app import build_app
-from jaxserve.server.listening import HttpServer, address, bind
-from jaxserve.server.process import flush_and_exit, raise_open_files_limit, wait_until_ready
+from jaxserve.server.listening import HttpServer, address, bind, raise_open_files_limit
+from jaxserve.server.process import flush_and_exit, wait_until_ready
 from jaxserve.server.service import GenerationService
 from jaxserve.server.settings import HttpSettings
 from jaxserve.server.start_errors import start_error

@@ -1,7 +1,9 @@
-"""Listening sockets, and uvicorn without its own signal handlers."""
+"""Listening sockets, room for their connections, and uvicorn without its own signal handlers."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
 
 import uvicorn
@@ -49,3 +51,12 @@ def bind(host: str, port: int) -> socket.socket:
 def address(host: str, port: int) -> str:
     """`host:port`, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def raise_open_files_limit() -> None:
+    """Raises the soft limit to the hard one: each connection is an open file, and many systems begin at 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        # Some systems refuse what they say is the limit.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

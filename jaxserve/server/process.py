@@ -1,12 +1,10 @@
-"""What every process over an engine does: room for files, waiting for it to load, ending without its threads."""
+"""What every process over an engine does: waiting for it to load, ending without its threads."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
-import resource
 import sys
 import threading
 import time
@@ -15,15 +13,6 @@ from typing import NoReturn
 from jaxserve.server.engine_api import EngineApi
 
 STATE_PERIOD_S = 0.02
-
-
-def raise_open_files_limit() -> None:
-    """Raises the soft limit to the hard one: each connection is an open file, and many systems begin at 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        # Some systems refuse what they say is the limit.
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def wait_until_ready(engine: EngineApi, stop: asyncio.Event) -> bool:

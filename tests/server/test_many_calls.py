@@ -6,7 +6,7 @@ import resource
 import grpc
 import pytest
 
-from jaxserve.server.process import raise_open_files_limit
+from jaxserve.server.listening import raise_open_files_limit
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
 from tests.server.fake_engine import FakeEngine
