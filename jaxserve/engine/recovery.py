@@ -152,7 +152,8 @@ class TokenBudget:
     """
 
     PATIENCE, MOST_PATIENCE = 32, 1024
-    """Good steps before the budget grows; twice as many each time that it had grown too far."""
+    """Good steps before the budget grows; twice as many each time that it had grown too far, and as few as at first
+    again after `MOST_PATIENCE` good steps with the full budget."""
 
     def __init__(self, full: int) -> None:
         self._full = full
@@ -179,9 +180,11 @@ class TokenBudget:
 
     def good(self) -> bool:
         """A step came back; whether the budget has grown."""
-        if self.is_full:
-            return False
         self._num_good += 1
+        if self.is_full:
+            if self._num_good >= self.MOST_PATIENCE:
+                self._patience, self._has_grown = self.PATIENCE, False
+            return False
         if self._num_good < self._patience:
             return False
         self._num_good, self._has_grown = 0, True

@@ -118,7 +118,7 @@ class StepRecovery:
 
     def took_in(self, now: float) -> None:
         """A step came back; under the lock."""
-        if not self._budget.is_full and self._budget.good():
+        if self._budget.good():
             self._limit_budget(now)
 
     def end_broken(self, output: StepOutput) -> None:

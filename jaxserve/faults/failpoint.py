@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jaxserve.faults.plan import Fault, FaultPlan
 
@@ -18,6 +18,11 @@ def use_fault_plan(plan: FaultPlan | None) -> None:
 def failpoints_active() -> bool:
     """Whether there is a plan: what a place needs to carry out its faults is prepared only then."""
     return _active is not None
+
+
+def faults_injected() -> Mapping[tuple[str, str], int] | None:
+    """Strikes of the plan so far, by place and kind; None without a plan."""
+    return None if _active is None else dict(_active.struck)
 
 
 def failpoint(at: str, *, iteration: int | None = None, request_ids: Iterable[str] = ()) -> Fault | None:

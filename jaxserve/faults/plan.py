@@ -6,8 +6,8 @@ A JSON list of objects, as in
      {"at": "runner.dispatch", "do": "nan", "request_id": "bad-*", "times": 1},
      {"at": "runner.collect", "do": "hang", "skip": 40, "seconds": 5}]
 
-A fault strikes when its place is passed and all that it names fits; `skip` such passages go by before, and after
-`times` of them it is spent.
+A fault strikes when its place is passed and all that it names fits; `skip` such passages go by before, from then on
+every `every`-th is struck, and after `times` strikes it is spent.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -65,7 +66,8 @@ class Fault:
       iteration: of the plan that is run; None: any.
       request_id: pattern (fnmatch) of a request that must take part; None: any.
       skip: passages that fit and go by before it strikes.
-      times: passages it strikes; None: all that come.
+      every: of the passages after those, it strikes the first, and then every so many-th.
+      times: passages it strikes; None: without end.
       seconds: of "hang".
     """
 
@@ -74,6 +76,7 @@ class Fault:
     iteration: int | None = None
     request_id: str | None = None
     skip: int = 0
+    every: int = 1
     times: int | None = 1
     seconds: float = 1.0
 
@@ -84,8 +87,10 @@ class Fault:
             raise ValueError(f"do is {self.do!r}; kinds are {', '.join(KINDS)}")
         if self.at not in _TOLD_AT.get(self.do, PLACES):
             raise ValueError(f"do is {self.do!r} at {self.at}; it is for {', '.join(_TOLD_AT[self.do])}")
-        if self.skip < 0 or (self.times is not None and self.times < 1):
-            raise ValueError(f"skip is {self.skip} and times {self.times}; they are at least 0 and 1")
+        if self.skip < 0 or self.every < 1 or (self.times is not None and self.times < 1):
+            raise ValueError(
+                f"skip, every, times are {self.skip}, {self.every}, {self.times}; they are at least 0, 1, 1"
+            )
         if not 0 <= self.seconds <= MAX_HANG_S:
             raise ValueError(f"seconds is {self.seconds}; it is from 0 to {MAX_HANG_S}")
 
@@ -97,10 +102,15 @@ class Fault:
 
 
 class FaultPlan:
-    """Counts passages and strikes; from any thread."""
+    """Counts passages and strikes; from any thread.
+
+    Attributes:
+      struck: strikes so far, by place and kind.
+    """
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = tuple(faults)
+        self.struck: Counter[tuple[str, str]] = Counter()
         self._passed = [0] * len(self.faults)
         self._lock = threading.Lock()
 
@@ -131,7 +141,9 @@ class FaultPlan:
                 if fault.at != at or not fault.fits(iteration, request_ids):
                     continue
                 passed, self._passed[index] = self._passed[index], self._passed[index] + 1
-                if passed >= fault.skip and (fault.times is None or passed < fault.skip + fault.times):
+                strike, between = divmod(passed - fault.skip, fault.every)
+                if strike >= 0 and not between and (fault.times is None or strike < fault.times):
+                    self.struck[at, fault.do] += 1
                     return fault
         return None
 
@@ -159,6 +171,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "iteration": (int, type(None)),
     "request_id": (str, type(None)),
     "skip": (int,),
+    "every": (int,),
     "times": (int, type(None)),
     "seconds": (int, float),
 }

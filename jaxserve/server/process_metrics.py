@@ -1,4 +1,4 @@
-"""What the server's process holds: memory, threads, open files, tasks of the event loop."""
+"""What the server's process holds: memory, threads, open files, tasks of the event loop; faults on purpose."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from jaxserve.faults import faults_injected
 
 LABELS = ("model_name", "engine")
 
 
 class ProcessCollector(Collector):
-    """Gauges of this process, read when they are asked for; collect on the event loop whose tasks are meant.
+    """Figures of this process, read when they are asked for; collect on the event loop whose tasks are meant.
 
-    Memory and open files are those of /proc, and left out where there is none.
+    Memory and open files are those of /proc, and left out where there is none; faults are there with a fault plan.
 
     Args:
       model_name: the `model_name` label.
@@ -30,6 +32,13 @@ class ProcessCollector(Collector):
         """The metrics."""
         yield self._gauge("process_threads", "Threads of Python in the process.", threading.active_count())
         yield self._gauge("asyncio_tasks", "Tasks of the server's event loop.", len(asyncio.all_tasks()))
+        if (struck := faults_injected()) is not None:
+            family = CounterMetricFamily(
+                "jaxserve:faults_injected", "Faults of the fault plan.", labels=(*LABELS, "at", "do")
+            )
+            for place, count in struck.items():
+                family.add_metric([self._model_name, "0", *place], count)
+            yield family
         proc = Path("/proc/self")
         try:
             pages = int((proc / "statm").read_text().split()[1])

@@ -11,12 +11,24 @@ from jaxserve.soak.run import Soaked
 from jaxserve.soak.watch import MIB, Limits
 
 SHOWN_BREACHES = 10
+ENDS = ("offered", "completed", "rejected", "expired", "aborted", "failed")
+COUNTED = (
+    "num_preemptions_total",
+    "generation_tokens_total",
+    "prefix_cache_hits_total",
+    "step_failures_total",
+    "step_recoveries_total",
+    "requests_failed_by_step_total",
+    "nan_logits_total",
+    "engine_stuck_total",
+    "engine_resumed_total",
+)
+"""Metrics whose growth is reported."""
 
 
 def document(soaked: Soaked, settings: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """Everything, JSON-able."""
     findings, watch = soaked.findings, soaked.watch
-    counted = ("requests_offered_total", "num_preemptions_total", "generation_tokens_total", "prefix_cache_hits_total")
     return {
         "what": "soak",
         "settings": settings,
@@ -24,7 +36,9 @@ def document(soaked: Soaked, settings: dict[str, Any], limits: Limits) -> dict[s
         "rounds": soaked.num_rounds,
         "actions": soaked.num_actions,
         "outcomes": {kind: dict(counts) for kind, counts in sorted(findings.outcomes.items())},
-        "counters": {name: watch.last[name] - watch.first[name] for name in counted},
+        "requests": {end: watch.totals.get(end, 0) for end in ENDS},
+        "counters": {name: watch.last[name] - watch.first[name] for name in COUNTED},
+        "faults": watch.faults,
         "compiles": watch.last["compiles_total"] - watch.first["compiles_total"],
         "latencies_ms": {name: _quantiles(values) for name, values in sorted(findings.latencies_s.items())},
         "memory": {
@@ -57,7 +71,9 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Name and value of what is not counted by kind."""
     memory = found["memory"]
     rests = found["held_at_rests"]
-    rows = [(name.removesuffix("_total"), f"{value:,.0f}") for name, value in found["counters"].items()]
+    rows = [(f"requests {name}", f"{value:,}") for name, value in found["requests"].items()]
+    rows += [(name.removesuffix("_total"), f"{value:,.0f}") for name, value in found["counters"].items()]
+    rows += [(f"faults at {name}", f"{value:,.0f}") for name, value in sorted(found["faults"].items())]
     rows.append(("compiles", f"{found['compiles']:g}"))
     for name, values in found["latencies_ms"].items():
         rows.append((f"{name} ms p50, p99, most", ", ".join(f"{values[key]:.1f}" for key in ("p50", "p99", "max"))))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,8 @@ class Watch:
       samples: of memory, (seconds after the beginning, bytes).
       rests: what the process held at each rest, by metric.
       first, last: metrics at the beginning, and the last ones read.
+      totals: of requests since the server's start, by their ends; the last ones read.
+      faults: that the server's fault plan struck, by place and kind; the last ones read.
     """
 
     def __init__(self, session: aiohttp.ClientSession, findings: Findings, limits: Limits) -> None:
@@ -68,6 +71,8 @@ class Watch:
         self.rests: list[dict[str, float]] = []
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
+        self.totals: dict[str, int] = {}
+        self.faults: dict[str, float] = {}
         self._pauses: list[float] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -132,7 +137,7 @@ class Watch:
 
     async def _unclean(self) -> str:
         state = await self._get("/debug/state")
-        kv = state["kv"]
+        self.totals, kv = state["totals"], state["kv"]
         if live := state["num_requests_running"] + state["num_requests_waiting"]:
             return f"{live} requests are live"
         if kv["pages_owned"] or kv["pages_free"] + kv["pages_cached"] != kv["pages_total"]:
@@ -218,7 +223,15 @@ class Watch:
     async def _metrics(self) -> dict[str, float]:
         async with self._session.get("/metrics") as response:
             response.raise_for_status()
-            return sums_by_name(await response.text())
+            text = await response.text()
+        self.faults = faults_by_place(text)
+        return sums_by_name(text)
+
+
+def faults_by_place(text: str) -> dict[str, float]:
+    """Strikes of a fault plan in /metrics, by "place: kind"."""
+    found = re.findall(r'^jaxserve:faults_injected_total\{.*at="([^"]*)",do="([^"]*)".*\} (\S+)$', text, re.M)
+    return {f"{place}: {kind}": float(count) for place, kind, count in found}
 
 
 def sums_by_name(text: str) -> dict[str, float]:

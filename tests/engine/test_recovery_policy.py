@@ -201,6 +201,24 @@ def test_growing_too_far_makes_it_wait_longer(times):
     assert waited == min(TokenBudget.PATIENCE * 2**times, TokenBudget.MOST_PATIENCE)
 
 
+@pytest.mark.parametrize(("good_steps", "patience"), [(1023, 128), (1024, 32)])
+def test_once_the_full_budget_has_held_it_is_as_patient_as_at_first(good_steps, patience):
+    budget = TokenBudget(64)
+    budget.out_of_memory(64)
+    while not budget.good():
+        pass
+    budget.out_of_memory(64)
+    while not budget.good():
+        pass
+    for _ in range(good_steps):
+        assert not budget.good()
+    assert budget.out_of_memory(64)
+    waited = 1
+    while not budget.good():
+        waited += 1
+    assert waited == patience
+
+
 def test_whoever_was_held_beside_one_that_is_tried_alone_is_released():
     suspicion, held = Suspicion(8), set()
     for participants in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2], [0, 3], [0, 4], [0], [0]):

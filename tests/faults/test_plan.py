@@ -5,7 +5,16 @@ import json
 
 import pytest
 
-from jaxserve.faults import ALLOW_VARIABLE, Fault, FaultPlan, InjectedFault, failpoint, read_fault_plan, use_fault_plan
+from jaxserve.faults import (
+    ALLOW_VARIABLE,
+    Fault,
+    FaultPlan,
+    InjectedFault,
+    failpoint,
+    faults_injected,
+    read_fault_plan,
+    use_fault_plan,
+)
 
 
 @pytest.fixture
@@ -28,17 +37,27 @@ def active():
 
 def test_without_a_plan_nothing_fails():
     assert failpoint("runner.dispatch", iteration=1, request_ids=["a"]) is None
+    assert faults_injected() is None
 
 
-def test_strikes_after_skip_and_no_more_than_times(active):
-    active(Fault("runner.collect", "raise", skip=2, times=2))
-    struck = []
-    for passage in range(6):
+@pytest.mark.parametrize(
+    ("settings", "struck"),
+    [
+        ({"skip": 2, "times": 2}, [2, 3]),
+        ({"skip": 1, "times": 3, "every": 3}, [1, 4, 7]),
+        ({"times": None, "every": 4}, [0, 4, 8]),
+    ],
+)
+def test_strikes_after_skip_every_so_many_passages_and_no_more_than_times(active, settings, struck):
+    active(Fault("runner.collect", "raise", **settings))
+    found = []
+    for passage in range(12):
         try:
             failpoint("runner.collect")
         except InjectedFault:
-            struck.append(passage)
-    assert struck == [2, 3]
+            found.append(passage)
+    assert found == struck
+    assert faults_injected() == {("runner.collect", "raise"): len(struck)}
 
 
 @pytest.mark.parametrize(

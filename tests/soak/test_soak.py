@@ -6,7 +6,7 @@ from jaxserve.soak.__main__ import main
 from jaxserve.soak.findings import Findings, quantile, slope_per_s
 from jaxserve.soak.kinds import KINDS, Sizes
 from jaxserve.soak.schedule import Shape, make_round
-from jaxserve.soak.watch import sums_by_name
+from jaxserve.soak.watch import faults_by_place, sums_by_name
 
 SHAPE = Shape(60, rate=20, mixed_s=60, burst=10)
 
@@ -38,6 +38,15 @@ def test_metrics_are_summed_over_labels():
     assert sums_by_name(text) == {"a_total": 5.0}
 
 
+def test_faults_are_read_by_place_and_kind():
+    text = (
+        "# TYPE jaxserve:faults_injected_total counter\n"
+        'jaxserve:faults_injected_total{at="swap.out",do="raise",engine="0",model_name="m"} 3.0\n'
+        'jaxserve:faults_injected_total{at="runner.collect",do="hang",engine="0",model_name="m"} 1.0\n'
+    )
+    assert faults_by_place(text) == {"swap.out: raise": 3, "runner.collect: hang": 1}
+
+
 SMALL = (
     *("--max_num_seqs=4", "--decode_buckets=4", "--prefill_buckets=64", "--table_width_buckets=32"),
     *("--num_pages=36", "--max_queue_requests=12"),
@@ -56,3 +65,27 @@ def test_a_server_stands_a_short_soak(tmp_path, compile_cache, capsys):
     assert sum(kind.get("rejected", 0) for kind in counts.values()) > 0, "the burst is more than the queue holds"
     assert found["counters"]["num_preemptions_total"] > 0 and found["compiles"] == 0 and found["rounds"] >= 1
     assert "0 breaches" in output.with_suffix(".md").read_text()
+
+
+def test_a_server_stands_a_short_soak_while_its_steps_fail(tmp_path, compile_cache, capsys):
+    plan = [
+        {"at": "runner.dispatch", "do": "raise", "skip": 20, "every": 97, "times": None},
+        {"at": "runner.collect", "do": "raise", "skip": 60, "every": 151, "times": None},
+        {"at": "runner.dispatch", "do": "nan", "request_id": "*7*", "skip": 30, "every": 67, "times": None},
+        {"at": "runner.sample", "do": "out_of_memory", "skip": 120},
+        {"at": "tokenizer.encode", "do": "raise", "skip": 40, "every": 31, "times": None},
+    ]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    words = ["--seconds=8", "--round_s=4", "--burst=20", "--storm=20", "--seed=4", f"--output={tmp_path / 'report'}"]
+    words += [f"--fault_plan={tmp_path / 'plan.json'}", "--max_growth_mib=96"]
+    status = main(["soak", *words, "--", *SMALL, f"--compile_cache={compile_cache}"])
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert status == 0 and found["breaches"] == [], capsys.readouterr().out
+    struck, counted = found["faults"], found["counters"]
+    assert set(struck) == {f"{each['at']}: {each['do']}" for each in plan}
+    failures = sum(
+        struck[each] for each in ("runner.dispatch: raise", "runner.collect: raise", "runner.sample: out_of_memory")
+    )
+    assert counted["step_failures_total"] == counted["step_recoveries_total"] > 0
+    assert counted["step_failures_total"] <= failures, "of the two steps in flight one may go unseen"
+    assert counted["nan_logits_total"] > 0 and found["outcomes"]["probe"]["same ids"] > 0
