@@ -12,7 +12,7 @@ from jaxserve.config.flags import exit_with, parse_flags
 MEASUREMENTS = (
     *("offline", "serve", "compare", "compare_modes", "machine", "decode_ratio", "startup", "scheduler", "simulation"),
     *("preemption", "structured", "sse", "buckets", "decode_steps", "host_work", "quality", "lora", "recovery"),
-    *("overload", "connections"),
+    *("overload", "connections", "outages"),
 )
 
 

@@ -26,7 +26,7 @@ BENCH_FLAGS: tuple[Flag, ...] = (
             "model",
             _TEXT,
             _DEFAULTS["model"],
-            "demo name, directory, .gguf, Orbax directory or hub id; host_work, connections: or tiny",
+            "demo name, directory, .gguf, Orbax directory or hub id; host_work, connections, outages: or tiny",
         ),
         (
             "dtypes",

@@ -35,7 +35,7 @@ SUMMARIES = {
     "batch": "Answers a file of requests in OpenAI's batch format; a rerun goes on where the last run stopped.",
     "bench": "Measures speed. WHAT is the first argument: offline, serve, compare, compare_modes, machine,"
     " decode_ratio, startup, scheduler, simulation, preemption, structured, sse, buckets,"
-    " decode_steps, host_work, quality, lora, recovery, overload or connections.",
+    " decode_steps, host_work, quality, lora, recovery, overload, connections or outages.",
     "replay": "Feeds a recorded trace to the scheduler and compares what it decides. Exits 1 at the first difference.",
     "doctor": "Names the bottleneck of a recorded trace or of a running server, with the figures that show it.",
     "top": "Shows a running server: requests, tokens, queue, KV pages, slots, latencies; anew every second.",

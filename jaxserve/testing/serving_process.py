@@ -1,8 +1,9 @@
-"""ServingProcess: `python -m jaxserve.server` as a user starts it, for tools and tests that signal and measure it."""
+"""ServingProcess: a server or router as a user starts it, for tools and tests that signal and measure it."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,27 +11,33 @@ import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
-READY = "jaxserve ready"
+READY = re.compile(r"jaxserve (?:router )?ready http=(\S+)(?: grpc=(\S+))?")
 """Begins the line on stdout once requests are taken."""
+OWN_FLAGS = {
+    "jaxserve.server": ("--http_port=0", "--grpc_port=0", "--stats_interval_s=0", "--log_level=warning"),
+    "jaxserve.router": ("--http_port=0", "--log_level=warning"),
+}
 TAIL = 50
 """Lines of stderr that are kept."""
 
 
 class ServingProcess:
-    """A server on free loopback ports, started by its constructor and ended with its context.
+    """A process on free loopback ports, started by its constructor and ended with its context.
 
     Args:
-      flags: of the server; ports and logging are set here unless they are among them.
+      flags: its own; ports and logging are set here unless they are among them.
       environment: more variables of its environment.
+      module: one of `OWN_FLAGS`, which is run.
 
     Attributes:
-      url, grpc_address: where it listens, once `wait_until_ready` returned.
+      url, grpc_address: where it listens, once `wait_until_ready` returned; a router has no gRPC.
       tail: the last lines of its stderr.
     """
 
-    def __init__(self, flags: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        own = ["--http_port=0", "--grpc_port=0", "--stats_interval_s=0", "--log_level=warning"]
-        words = [sys.executable, "-m", "jaxserve.server", *own, *flags]
+    def __init__(
+        self, flags: Sequence[str], environment: Mapping[str, str] | None = None, module: str = "jaxserve.server"
+    ) -> None:
+        words = [sys.executable, "-m", module, *OWN_FLAGS[module], *flags]
         self.url = self.grpc_address = ""
         self.tail: list[str] = []
         self._process = subprocess.Popen(
@@ -57,9 +64,8 @@ class ServingProcess:
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if line.startswith(READY):
-                addresses = dict(word.split("=") for word in line.split()[2:])
-                self.url, self.grpc_address = f"http://{addresses['http']}", addresses["grpc"]
+            if found := READY.match(line):
+                self.url, self.grpc_address = f"http://{found[1]}", found[2] or ""
                 return self
         status = self._process.wait()
         self._reader.join(5)
