@@ -260,11 +260,11 @@ class PrefillServer:
         try:
             (request,) = engine.make_requests(submission, time.monotonic())
             engine.add(request, 0, export.take_delta)
-        except (ValueError, RejectedError) as error:
+        except (ValueError, JaxserveError) as error:
             self._exports.close(export)
             if isinstance(error, RejectedError):
                 raise _RefusedError("engine", str(error), error.rejection.retry_after_s) from error
-            raise _RefusedError("invalid", str(error)) from error
+            raise _RefusedError("engine" if isinstance(error, JaxserveError) else "invalid", str(error)) from error
         except BaseException:
             self._exports.close(export)
             raise

@@ -131,6 +131,7 @@ class AsyncEngine(EngineThread):
           RejectedError: the queue is full, or the id is live.
           NotReadyError: loading or draining.
           EngineDeadError: the engine's thread has died.
+          EngineStuckError: it makes no progress.
         """
         self._raise_unless_ready()
         if prompt_token_ids is None:
@@ -173,7 +174,7 @@ class AsyncEngine(EngineThread):
             ]
         try:
             engine.add_all(arrivals)
-        except (ValueError, RejectedError):
+        except BaseException:
             for stream, live in opened:
                 live.clear()
                 self._streams.forget(stream)
@@ -195,12 +196,12 @@ class AsyncEngine(EngineThread):
     async def drain(self, grace_s: float) -> bool:
         """Refuses new requests and waits for the live ones.
 
-        Past `grace_s` what is left fails with a `RequestFailedError`.
+        Past `grace_s` what is left fails with a `RequestFailedError`. A stuck engine is not waited for: all has failed.
 
         Returns:
           Whether everything finished in time.
         """
-        self._lifecycle.move(DRAINING)
+        self._lifecycle.drain()
         end = time.monotonic() + grace_s
         while self._streams.all() and time.monotonic() < end and self.state == DRAINING:
             await asyncio.sleep(0.02)

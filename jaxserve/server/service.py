@@ -79,7 +79,9 @@ class GenerationService:
 
     def check_ready(self, model: str | None = None) -> None:
         """Raises ApiError 503 unless the engine takes requests, 404 when `model` is no model or adapter of it."""
-        state = "draining" if self._draining else self.engine.state
+        state = self.engine.state
+        if self._draining and state == "ready":
+            state = "draining"
         if state in ("loading", "warming_up"):
             done, total, what = self.engine.progress
             message = f"the model is not ready: {what} ({done} of {total})"

@@ -327,3 +327,19 @@ def test_a_fault_in_one_requests_text_ends_only_that_request(engine, monkeypatch
 
     asyncio.run(main())
     assert engine.state == "ready"
+
+
+def test_a_batch_that_takes_longer_to_fill_than_a_step_may_is_not_stuck(config):
+    limits = {"step_timeout_s": 0.25, "stuck_exit_s": 0.1}
+    engine = start(replace(config, batching="request_dynamic", batch_timeout_s=1.0, **limits))
+
+    async def main():
+        await wait_for(lambda: engine.state == "ready")
+        return await engine.submit(prompt_token_ids=[1, 2], params=greedy(3)).collect()
+
+    try:
+        output = asyncio.run(main())
+        assert output.outputs[0].finish_reason == "length" and engine.state == "ready"
+        assert output.outputs[0].metrics.first_token_at - output.outputs[0].metrics.arrived_at > 0.9
+    finally:
+        engine.shutdown()
