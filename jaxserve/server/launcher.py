@@ -8,7 +8,7 @@ for balancers to see it, and until the connections from before are closed, since
 told.
 Then, or at once, new requests get 503 and open ones may finish within the grace period; what is left ends with an error
 frame. A stuck engine has failed them, so the process ends then, with 1. A second signal ends it at once. An engine that
-dies while it starts ends the process with 1. One that dies later fails what is open; for `DEATH_S` more every probe says
+dies while it starts ends the process with 1. One that dies later fails what is open; for `DEATH_S` more all probes say
 so, then the process ends with 1, unless it is told to stay (`exit_on_death`).
 """
 

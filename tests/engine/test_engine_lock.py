@@ -57,7 +57,7 @@ def test_one_wait_for_a_holder_that_does_not_let_go_and_none_after_it():
 
 
 class Busy:
-    """The inner lock of an `EngineLock` that others have in turn: each look finds another holder, the last one nobody."""
+    """The inner lock of an `EngineLock` that others have in turn: each look but the last one finds another holder."""
 
     def __init__(self, lock, num_holders):
         self._lock, self._num_left = lock, num_holders
