@@ -258,7 +258,8 @@ class PrefillServer:
             )
         engine = self._engine.engine
         try:
-            (request,) = engine.make_requests(submission, time.monotonic())
+            with engine.metrics.counting_refusals(1):
+                (request,) = engine.make_requests(submission, time.monotonic())
             engine.add(request, 0, export.take_delta)
         except (ValueError, JaxserveError) as error:
             self._exports.close(export)

@@ -25,7 +25,6 @@ from functools import lru_cache, partial
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import (
-    Adapter,
     EngineStuckError,
     EngineTotals,
     EngineView,
@@ -249,7 +248,7 @@ class Engine:
             return self.monitor.recording(num_iterations, self._clock() - seconds)
 
     def make_requests(self, submission: Submission, now: float) -> list[Request]:
-        """The requests of a prompt's choices, checked against the model.
+        """The requests of a prompt's choices, checked against the model; a refusal is not counted.
 
         Raises:
           ValueError: see `validation.make_requests`; or `structured_outputs`, unless the submission has it compiled,
@@ -272,7 +271,7 @@ class Engine:
             service_classes=self.config.service_classes,
             draw_seed=self.draw_seed,
             grammar=grammar,
-            adapter=self._find_adapter(submission.adapter),
+            adapter=self.adapters.find(submission.adapter),
         )
         self._grammars.check(requests[0])
         return with_kv(requests, submission)
@@ -328,7 +327,7 @@ class Engine:
         Raises:
           RejectedError: its adapter is not loaded.
         """
-        adapter, terms = self._find_adapter(submission.adapter), submission.terms
+        adapter, terms = self.adapters.find(submission.adapter), submission.terms
         request = Request(
             submission.request_id,
             tuple(submission.prompt_token_ids),
@@ -386,13 +385,6 @@ class Engine:
             if self._trace and taken:
                 self.scheduler.flush_trace()
                 self._trace.close()
-
-    def _find_adapter(self, name: str) -> Adapter | None:
-        try:
-            return self.adapters.find(name)
-        except RejectedError as error:
-            self.metrics.rejected(error.rejection.reason)
-            raise
 
     def _count_compiles(self) -> None:
         if self._crash_dump is not None:

@@ -247,12 +247,14 @@ class EngineThread:
         if self._on_progress:
             self._on_progress(stage, done, total, what)
 
-    def _raise_unless_ready(self) -> None:
+    def _raise_unless_ready(self, num_choices: int = 0) -> None:
+        """Raises unless requests are taken; one of so many choices is counted where it is refused for good."""
         state = self.state
         if state in (STUCK, DEAD):
             raise self._not_going_on()
         if state in (DRAINING, STOPPED):
-            self.metrics.rejected("draining")
+            if num_choices:
+                self.metrics.rejected("draining", num_choices)
             raise RejectedError(Rejection("draining", "the server is shutting down", retry_after_s=5.0))
         if state != READY:
             done, total, what = self.progress

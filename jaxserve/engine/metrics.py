@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jaxserve.core import REJECTION_REASONS, EngineStuckError, FinishReason, Rejection
+from jaxserve.core import REJECTION_REASONS, EngineStuckError, FinishReason, RejectedError, Rejection
 from jaxserve.engine.lifecycle import STATES
 from jaxserve.engine.output_processor import RequestState
 from jaxserve.engine.startup import StartupFigures
@@ -213,6 +213,18 @@ class EngineMetrics:
         """Requests were refused at submit; choices count singly, as they do when they end."""
         self._offered.inc(count)
         self._rejected.labels(**self._labels, reason=reason).inc(count)
+
+    @contextlib.contextmanager
+    def counting_refusals(self, num_choices: int) -> Iterator[None]:
+        """So many choices are refused together by the `ValueError` or `RejectedError` that ends the block."""
+        try:
+            yield
+        except RejectedError as error:
+            self.rejected(error.rejection.reason, num_choices)
+            raise
+        except ValueError:
+            self.rejected("invalid", num_choices)
+            raise
 
     def displaced(self, reason: str) -> None:
         """A request that had been taken lost its place in the queue."""

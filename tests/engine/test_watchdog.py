@@ -43,9 +43,6 @@ class Metrics:
     def __init__(self):
         self.num_stuck = self.num_resumed = 0
 
-    def rejected(self, reason):
-        pass
-
     def show_state(self, read_state, read_age_s):
         self.read_state, self.read_age_s = read_state, read_age_s
 
