@@ -200,7 +200,11 @@ class PrefillServer:
             channel.send(Kind.ACCEPT, self._accepted(export))
             done = self._send(channel, connection, export, max(first, 0))
         except OSError:
-            self._exports.leave(export, connection)
+            # Who is done says so and closes; what was still sent to it fails before that is read.
+            if _said_done(channel, connection):
+                self._exports.close(export, connection)
+            else:
+                self._exports.leave(export, connection)
             raise
         except BaseException:
             self._exports.close(export, connection)
@@ -336,6 +340,18 @@ def _has_input(connection: socket.socket) -> bool:
     poll = select.poll()  # `select` knows no descriptors above 1023
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _said_done(channel: Channel, connection: socket.socket) -> bool:
+    """Whether a lost connection's other side had said, behind acknowledgements, that it wants no more."""
+    channel.limit(STEP_S)
+    try:
+        while _has_input(connection):
+            if channel.receive(Kind.ACK, Kind.DONE)[0] is Kind.DONE:
+                return True
+    except (OSError, FrameError):
+        pass
+    return False
 
 
 def _terms(fields: dict[str, Any]) -> Terms:
