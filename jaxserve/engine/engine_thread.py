@@ -214,9 +214,9 @@ class EngineThread:
             return
         self.metrics.stuck()
         error = self._not_going_on()
-        logging.error("%s; open requests fail, new ones are refused", error)
         for stream in self._streams.all():
             stream.fail(error)
+        logging.error("%s; open requests fail, new ones are refused", error)  # last: nobody may read what is logged
 
     def _die(self, error: BaseException) -> None:
         before = self._lifecycle.die(error)
@@ -229,9 +229,9 @@ class EngineThread:
         expected = isinstance(error, EngineStuckError) or (
             before not in (READY, DRAINING, STUCK) and isinstance(error, ValueError | JaxserveError)
         )
-        logging.error("engine died: %r", error, exc_info=None if expected else error)
         for stream in self._streams.all():
             stream.fail(self._not_going_on())
+        logging.error("engine died: %r", error, exc_info=None if expected else error)
         if self._engine is not None:
             self._engine.close(error)
 

@@ -368,6 +368,17 @@ def test_one_that_is_shut_down_in_a_step_that_hangs_has_died_of_it(watch, is_not
     assert thread.deaths == 1 and thread.fake.closed_with == [thread.error] and stream.errors
 
 
+def test_streams_fail_before_anything_is_logged(watch, monkeypatch):
+    """A log that nobody reads may hold whoever writes to it for ever."""
+    thread = watch()
+    thread.in_step()
+    stream, found = thread.open(), []
+    monkeypatch.setattr(engine_thread.logging, "error", lambda *_, **__: found.append(len(stream.errors)))
+    assert thread.after(STEP_S + 1) == "stuck"
+    assert thread.after(EXIT_S) == "dead"
+    assert found == [1, 2] and thread.deaths == 1
+
+
 def test_one_that_is_shut_down_between_steps_has_stopped(watch):
     thread = watch()
     thread.ready()
