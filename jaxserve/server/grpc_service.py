@@ -25,6 +25,7 @@ from jaxserve.server.grpc_guard import (
     KeyInterceptor,
     MessageInterceptor,
     errors_to_status,
+    quiet_lost_clients,
     seconds_left,
     tenant_of_call,
 )
@@ -256,6 +257,7 @@ class GrpcServer:
             *KEEPALIVE,
             *PENDING,
         ]
+        quiet_lost_clients()
         interceptors = [KeyInterceptor(keys, settings.guard_probes), MessageInterceptor()]
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
         servicer = InferenceServicer(service, keys)
