@@ -102,4 +102,7 @@ def _figures(engine: Any) -> EngineFigures:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    status = main(sys.argv)
+    from jaxserve.server.process import end
+
+    end(status)

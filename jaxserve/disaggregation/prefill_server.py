@@ -200,7 +200,11 @@ class PrefillServer:
             channel.send(Kind.ACCEPT, self._accepted(export))
             done = self._send(channel, connection, export, max(first, 0))
         except OSError:
-            self._exports.leave(export, connection)
+            # Who is done says so and closes; what was still sent to it fails before that is read.
+            if _said_done(channel, connection):
+                self._exports.close(export, connection)
+            else:
+                self._exports.leave(export, connection)
             raise
         except BaseException:
             self._exports.close(export, connection)
@@ -258,13 +262,14 @@ class PrefillServer:
             )
         engine = self._engine.engine
         try:
-            (request,) = engine.make_requests(submission, time.monotonic())
+            with engine.metrics.counting_refusals(1):
+                (request,) = engine.make_requests(submission, time.monotonic())
             engine.add(request, 0, export.take_delta)
-        except (ValueError, RejectedError) as error:
+        except (ValueError, JaxserveError) as error:
             self._exports.close(export)
             if isinstance(error, RejectedError):
                 raise _RefusedError("engine", str(error), error.rejection.retry_after_s) from error
-            raise _RefusedError("invalid", str(error)) from error
+            raise _RefusedError("engine" if isinstance(error, JaxserveError) else "invalid", str(error)) from error
         except BaseException:
             self._exports.close(export)
             raise
@@ -335,6 +340,18 @@ def _has_input(connection: socket.socket) -> bool:
     poll = select.poll()  # `select` knows no descriptors above 1023
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))
+
+
+def _said_done(channel: Channel, connection: socket.socket) -> bool:
+    """Whether a lost connection's other side had said, behind acknowledgements, that it wants no more."""
+    channel.limit(STEP_S)
+    try:
+        while _has_input(connection):
+            if channel.receive(Kind.ACK, Kind.DONE)[0] is Kind.DONE:
+                return True
+    except (OSError, FrameError):
+        pass
+    return False
 
 
 def _terms(fields: dict[str, Any]) -> Terms:

@@ -136,7 +136,8 @@ class RemotePrefill:
         tasks = [asyncio.create_task(self._fetch(self._engine, each)) for each in submissions]
         try:
             await asyncio.wait(tasks)
-            return [task.result() for task in tasks]
+            with self._engine.metrics.counting_refusals(sum(each.params.n for each in submissions)):
+                return [task.result() for task in tasks]
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -156,7 +157,7 @@ class RemotePrefill:
         num_tokens = (len(submission.prompt_token_ids) - 1) // size * size
         if (reason := self._local_reason(engine, submission, num_tokens)) is not None:
             if reason == "busy" and not self._settings.fallback:
-                raise self._unavailable(engine, f"{MAX_PULLS} prompts are being computed by prefill servers")
+                raise self._unavailable(f"{MAX_PULLS} prompts are being computed by prefill servers")
             if reason:
                 self._metrics.local(reason)
             return submission
@@ -175,7 +176,7 @@ class RemotePrefill:
             raise
         except PullError as error:
             if not self._settings.fallback:
-                raise self._unavailable(engine, str(error)) from error
+                raise self._unavailable(str(error)) from error
             self._metrics.local(error.reason)
             return replace(submission, received_at=received_at)
         finally:
@@ -184,8 +185,7 @@ class RemotePrefill:
                 self._cancels.discard(cancelled)
         return replace(submission, kv=source, received_at=received_at)
 
-    def _unavailable(self, engine: AsyncEngine, why: str) -> RejectedError:
-        engine.metrics.rejected("prefill_unavailable")
+    def _unavailable(self, why: str) -> RejectedError:
         message = f"no prefill server computed the prompt: {why}"
         wait_s = min(worker.avoid_until for worker in self._workers) - time.monotonic()
         return RejectedError(Rejection("prefill_unavailable", message, retry_after_s=max(wait_s, AVOID_S)))

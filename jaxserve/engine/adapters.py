@@ -16,7 +16,6 @@ Rules:
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,6 +24,7 @@ from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import Adapter, AdapterNotFoundError, RejectedError, Rejection, Request
+from jaxserve.engine.engine_lock import EngineLock
 from jaxserve.loading.lora import read_lora
 from jaxserve.models import ModelConfig, stored_rank
 
@@ -53,7 +53,7 @@ class Adapters:
         model_name: str,
         *,
         stacked: bool,
-        lock: threading.RLock,
+        lock: EngineLock,
         put: Callable[[Any, int], None],
         live_places: Callable[[], Iterable[int]],
     ) -> None:
@@ -64,7 +64,7 @@ class Adapters:
         self._lock = lock
         self._put = put
         self._live_places = live_places
-        self._loaded: dict[str, Adapter] = {}
+        self._loaded: dict[str, Adapter] = {}  # replaced when it changes: reading it takes no lock
         self._loading: dict[str, Adapter] = {}
         self._pending: deque[tuple[Adapter, Any, Future[Adapter]]] = deque()
         self._num_loadings = 0
@@ -75,8 +75,7 @@ class Adapters:
     @property
     def listed(self) -> tuple[Adapter, ...]:
         """Those that requests may name, in the order of their loading."""
-        with self._lock:
-            return tuple(self._loaded.values())
+        return tuple(self._loaded.values())
 
     @property
     def has_pending(self) -> bool:
@@ -91,8 +90,7 @@ class Adapters:
         """
         if not name:
             return None
-        with self._lock:
-            adapter = self._loaded.get(name)
+        adapter = self._loaded.get(name)
         if adapter is None:
             message = f"the LoRA adapter {name[:MAX_NAME]!r} is not loaded"
             raise RejectedError(Rejection("unknown_adapter", message))
@@ -111,6 +109,7 @@ class Adapters:
         Raises:
           ValueError: LoRA is off, the name is bad or taken, or every place is.
           RejectedError: a place is held by requests of an adapter that was unloaded.
+          EngineStuckError: the engine's lock is held for ever.
           AdapterNotFoundError, CheckpointError, UnsupportedModelError: it cannot be read.
         """
         adapter = self._reserve(name, path)
@@ -136,10 +135,12 @@ class Adapters:
 
         Raises:
           AdapterNotFoundError: none of that name is loaded.
+          EngineStuckError: the engine's lock is held for ever.
         """
-        with self._lock:
-            if self._loaded.pop(name, None) is None:
+        with self._lock.soon():
+            if name not in self._loaded:
                 raise AdapterNotFoundError(f"the LoRA adapter {name[:MAX_NAME]!r} cannot be found")
+            self._loaded = {other: adapter for other, adapter in self._loaded.items() if other != name}
 
     def place_pending(self) -> bool:
         """Puts the adapters that were read in their places; on the stepping thread, between steps.
@@ -157,7 +158,7 @@ class Adapters:
                 raise
             with self._lock:
                 del self._loading[adapter.name]
-                self._loaded[adapter.name] = adapter
+                self._loaded = {**self._loaded, adapter.name: adapter}
             placed.set_result(adapter)
             found = True
         return found
@@ -169,7 +170,7 @@ class Adapters:
             raise ValueError(f"lora_name must have 1 to {MAX_NAME} characters, and lora_path must be given")
         if name == self._model_name:
             raise ValueError(f"lora_name is {name!r}, which is the model's own name; use another")
-        with self._lock:
+        with self._lock.soon():
             if name in self._loaded or name in self._loading:
                 raise ValueError(f"the lora adapter {name!r} has already been loaded; unload it first")
             taken = {adapter.place for adapter in (*self._loaded.values(), *self._loading.values())}

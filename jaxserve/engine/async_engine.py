@@ -131,8 +131,9 @@ class AsyncEngine(EngineThread):
           RejectedError: the queue is full, or the id is live.
           NotReadyError: loading or draining.
           EngineDeadError: the engine's thread has died.
+          EngineStuckError: it makes no progress.
         """
-        self._raise_unless_ready()
+        self._raise_unless_ready(params.n)
         if prompt_token_ids is None:
             if prompt is None:
                 raise ValueError("prompt is missing; give text or token ids")
@@ -149,19 +150,17 @@ class AsyncEngine(EngineThread):
         Raises:
           As `submit`.
         """
-        self._raise_unless_ready()
+        num_choices = sum(submission.params.n for submission in submissions)
+        self._raise_unless_ready(num_choices)
         engine, now = self.engine, time.monotonic()
-        try:
+        with engine.metrics.counting_refusals(num_choices):
             check_num_choices(submissions, self.max_choices)
             requests = [engine.make_requests(submission, now) for submission in submissions]
-        except ValueError:
-            engine.metrics.rejected("invalid")
-            raise
         opened = [self._open(submission) for submission in submissions]
         streams = [stream for stream, _ in opened]
         taken = self._streams.register(streams)
         if taken is not None:
-            engine.metrics.rejected("duplicate_id")
+            engine.metrics.rejected("duplicate_id", num_choices)
             message = f"request_id {taken!r} is live; use another or wait for its end"
             raise RejectedError(Rejection("duplicate_id", message))
         arrivals: list[tuple[Request, int, Sink]] = []
@@ -173,7 +172,7 @@ class AsyncEngine(EngineThread):
             ]
         try:
             engine.add_all(arrivals)
-        except (ValueError, RejectedError):
+        except BaseException:
             for stream, live in opened:
                 live.clear()
                 self._streams.forget(stream)
@@ -195,12 +194,12 @@ class AsyncEngine(EngineThread):
     async def drain(self, grace_s: float) -> bool:
         """Refuses new requests and waits for the live ones.
 
-        Past `grace_s` what is left fails with a `RequestFailedError`.
+        Past `grace_s` what is left fails with a `RequestFailedError`. A stuck engine is not waited for: all has failed.
 
         Returns:
           Whether everything finished in time.
         """
-        self._lifecycle.move(DRAINING)
+        self._lifecycle.drain()
         end = time.monotonic() + grace_s
         while self._streams.all() and time.monotonic() < end and self.state == DRAINING:
             await asyncio.sleep(0.02)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
 import time
 import traceback
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from absl import logging
 
 from jaxserve import __version__
 from jaxserve.config import EngineConfig
+from jaxserve.engine.engine_lock import EngineLock
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.trace import TraceWriter
 from jaxserve.scheduler.trace_ring import TraceRing
@@ -57,14 +57,12 @@ class CrashDump:
         if not os.access(self._folder, os.W_OK):
             raise ValueError(f"crash_dump_dir {folder} cannot be written")
 
-    def write(self, error: BaseException, config: EngineConfig, scheduler: Scheduler, lock: threading.RLock) -> None:
+    def write(self, error: BaseException, config: EngineConfig, scheduler: Scheduler, lock: EngineLock) -> None:
         """Writes the dump; what goes wrong with it is logged and no more."""
         try:
-            if lock.acquire(timeout=LOCK_S):
-                try:
+            with lock.within(LOCK_S) as taken:
+                if taken:
                     scheduler.flush_trace()
-                finally:
-                    lock.release()
             path = self._folder / time.strftime(f"crash-%Y%m%dT%H%M%SZ-{os.getpid()}.jsonl", time.gmtime())
             died = _died(error, config)
             writer = TraceWriter(path, model=self._model, config=scheduler.config, died=died)

@@ -57,6 +57,15 @@ class Delivery:
         self._end(state, None, state.fail(error, now), now, forgets=forgets)
         self._scheduler.take_events()  # there is nothing more to say
 
+    def abort(self, state: RequestState, reason: str, now: float) -> bool:
+        """Ends a request; False when it is not live any more, whoever has its id."""
+        request_id = state.request.request_id
+        if self.states.get(request_id) is not state:
+            return False
+        self._scheduler.abort(request_id, now, reason)
+        self.take_early_ends(now)
+        return True
+
     def take_early_ends(self, now: float) -> None:
         """Delivers the ends that the scheduler decided outside an update."""
         if events := self._scheduler.take_events():

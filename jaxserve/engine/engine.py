@@ -11,7 +11,7 @@
 
 The engine has no thread of its own: `LLM` steps it in the caller's, `AsyncEngine` in a thread. `add` and `abort`
 may come from other threads at any time, also while steps run on the device; a lock guards the host state and is
-never held while the host waits for the device.
+never held while the host waits for the device. Where it is never given back, other threads get `EngineStuckError`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 
 from jaxserve.config import EngineConfig
 from jaxserve.core import (
-    Adapter,
+    EngineStuckError,
     EngineTotals,
     EngineView,
     FinishReason,
@@ -39,11 +39,13 @@ from jaxserve.core import (
 from jaxserve.engine.adapters import Adapters
 from jaxserve.engine.crash_dump import LOCK_S, CrashDump
 from jaxserve.engine.delivery import Delivery, Sink
+from jaxserve.engine.engine_lock import EngineLock
 from jaxserve.engine.grammar_state import GrammarStates, GrammarTimes
 from jaxserve.engine.iteration import Iterations
 from jaxserve.engine.kv_moves import with_kv
 from jaxserve.engine.metrics import EngineLoad, EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
+from jaxserve.engine.output_processor import RequestState
 from jaxserve.engine.served_model import agree, load_served_model, make_runner
 from jaxserve.engine.startup import PROGRAMS, WEIGHTS, StartupFigures
 from jaxserve.engine.stats import EngineStats
@@ -82,7 +84,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock = EngineLock()
+        self._late_aborts: list[tuple[RequestState, str]] = []
         self._progress = progress or (lambda *_: None)
         self._followers = lead(config)
         enable_compile_cache(config.compile_cache)
@@ -192,6 +195,12 @@ class Engine:
         return bool(self._delivery.states) or self._iterations.num_in_flight > 0 or self.adapters.has_pending
 
     @property
+    def gathers(self) -> bool:
+        """Whether all that is live waits on purpose; see `Scheduler.gathers`."""
+        with self._lock:
+            return self.scheduler.gathers(self._clock())
+
+    @property
     def stats(self) -> EngineStats:
         """Sums over iterations; may be replaced between steps."""
         return self._iterations.stats
@@ -203,7 +212,7 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """How busy it is; from any thread."""
-        with self._lock:
+        with self._lock.soon():
             scheduler = self.scheduler
             usable = self.runner.scheduler_config.num_pages - 1
             full = scheduler.refusal_of_any(self._clock())
@@ -225,21 +234,21 @@ class Engine:
     @property
     def totals(self) -> EngineTotals:
         """Sums since the start; from any thread."""
-        with self._lock:
+        with self._lock.soon():
             return self.monitor.totals(self.stats)
 
     def view(self, num_iterations: int) -> EngineView:
         """Slots, queue, pages and the last iterations; from any thread."""
-        with self._lock:
+        with self._lock.soon():
             return self.monitor.view(self.stats, self._clock(), num_iterations)
 
     def recording(self, num_iterations: int, seconds: float) -> Recording:
         """At most so many of the last iterations, of at most the last `seconds`; from any thread."""
-        with self._lock:
+        with self._lock.soon():
             return self.monitor.recording(num_iterations, self._clock() - seconds)
 
     def make_requests(self, submission: Submission, now: float) -> list[Request]:
-        """The requests of a prompt's choices, checked against the model.
+        """The requests of a prompt's choices, checked against the model; a refusal is not counted.
 
         Raises:
           ValueError: see `validation.make_requests`; or `structured_outputs`, unless the submission has it compiled,
@@ -262,7 +271,7 @@ class Engine:
             service_classes=self.config.service_classes,
             draw_seed=self.draw_seed,
             grammar=grammar,
-            adapter=self._find_adapter(submission.adapter),
+            adapter=self.adapters.find(submission.adapter),
         )
         self._grammars.check(requests[0])
         return with_kv(requests, submission)
@@ -278,7 +287,7 @@ class Engine:
 
     def add_all(self, arrivals: Sequence[tuple[Request, int, Sink]]) -> None:
         """Queues every one of some requests, or none and to nobody's disadvantage; each is as for `add`."""
-        with self._lock:
+        with self._lock.soon():
             now = self._clock()
             requests = [request for request, *_ in arrivals]
             rejection = self.adapters.refusal(requests) or self.scheduler.add_all(requests, now)
@@ -296,17 +305,19 @@ class Engine:
 
     def abort(self, request_id: str, reason: str = FinishReason.ABORT) -> bool:
         """Ends a request at any stage; False when it is not live. Its last delta is delivered."""
-        with self._lock:
-            if request_id not in self._delivery.states:
-                return False
-            now = self._clock()
-            self.scheduler.abort(request_id, now, reason)
-            self._delivery.take_early_ends(now)
+        state = self._delivery.states.get(request_id)
+        if state is None:
+            return False
+        try:
+            with self._lock.soon():
+                return self._delivery.abort(state, reason, self._clock())
+        except EngineStuckError:
+            self._late_aborts.append((state, reason))  # for the next step, if there is one
             return True
 
     def abort_all(self, reason: str = FinishReason.ABORT) -> None:
         """Ends every live request."""
-        with self._lock:
+        with self._lock.soon():
             for request_id in list(self._delivery.states):
                 self.abort(request_id, reason)
 
@@ -316,7 +327,7 @@ class Engine:
         Raises:
           RejectedError: its adapter is not loaded.
         """
-        adapter, terms = self._find_adapter(submission.adapter), submission.terms
+        adapter, terms = self.adapters.find(submission.adapter), submission.terms
         request = Request(
             submission.request_id,
             tuple(submission.prompt_token_ids),
@@ -324,12 +335,12 @@ class Engine:
             cache_salt=terms.cache_salt,
             adapter=adapter.number if adapter else 0,
         )
-        with self._lock:
+        with self._lock.soon():
             return self.scheduler.num_cached_tokens(request)
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached page."""
-        with self._lock:
+        with self._lock.soon():
             self.scheduler.reset_prefix_cache(self._clock())
 
     def step(self) -> bool:
@@ -339,6 +350,10 @@ class Engine:
           Whether anything was dispatched or taken in; False when no request is live or all that were have just
           ended, and when those that are live may not run yet.
         """
+        while self._late_aborts:
+            state, reason = self._late_aborts.pop(0)
+            with self._lock:
+                self._delivery.abort(state, reason, self._clock())
         placed = self.adapters.has_pending and self.adapters.place_pending()
         return self._iterations.step() or placed
 
@@ -366,19 +381,10 @@ class Engine:
                 self._followers.lose(HostLostError(f"process 0 failed: {type(error).__name__}: {error}"))
             self._followers.close()
         # A step that hangs may have the lock for ever; its trace has whole lines all the same.
-        if self._trace and self._lock.acquire(timeout=LOCK_S):
-            try:
+        with self._lock.within(LOCK_S if self._trace else 0.0) as taken:
+            if self._trace and taken:
                 self.scheduler.flush_trace()
                 self._trace.close()
-            finally:
-                self._lock.release()
-
-    def _find_adapter(self, name: str) -> Adapter | None:
-        try:
-            return self.adapters.find(name)
-        except RejectedError as error:
-            self.metrics.rejected(error.rejection.reason)
-            raise
 
     def _count_compiles(self) -> None:
         if self._crash_dump is not None:

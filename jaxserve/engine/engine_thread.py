@@ -4,8 +4,9 @@
 
 Its state is a `Lifecycle`. An exception in the thread is the engine's death: every open stream fails. The watchdog sees
 to steps that do not come back. Past `step_timeout_s` the engine is stuck, and every open stream fails. If the step
-returns after all, what was live is aborted before the engine is ready again; if it has not after `stuck_exit_s` more,
-the engine is dead. So is a start that goes no further for `startup_timeout_s`.
+returns after all, what was live is aborted before the engine goes on; if it has not after `stuck_exit_s` more, or when
+it is shut down, the engine is dead. So is a start that goes no further for `startup_timeout_s`. An engine that drains
+is watched like one that is ready.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from jaxserve.engine.watchdog import StepClock, Watchdog, look_period_s
 from jaxserve.faults import failpoint
 
 EngineFactory = Callable[[EngineConfig, Progress], Engine]
+LAST_STEP_S = 10.0
+"""So long a shutdown waits for the step that runs."""
 
 
 class EngineThread:
@@ -114,16 +117,18 @@ class EngineThread:
         return self._engine
 
     def shutdown(self) -> None:
-        """Ends the thread; open streams fail."""
+        """Ends the thread; open streams fail. It is dead, not stopped, if its step does not end."""
         with self._work:
             self._stopping = True
             self._work.notify()
         if self._watchdog is not None:
             self._watchdog.stop()
-        # One that is stuck, or died of another process, may be inside a step that never ends.
-        returns = self.state not in (STUCK, DEAD) and threading.current_thread() is not self._thread
-        if returns and self._thread.is_alive():
-            self._thread.join(timeout=10)
+        # One that died of a hang, or of another process, may be inside a step that never ends.
+        waits = self._thread.is_alive() and threading.current_thread() is not self._thread
+        if waits and self.state not in (STUCK, DEAD):
+            self._thread.join(timeout=LAST_STEP_S)
+        if waits and self._thread.is_alive() and self.state in (READY, DRAINING, STUCK):
+            self._die(EngineStuckError(f"the engine was shut down in a step that had lasted {self.step_age_s:.1f} s"))
         for stream in self._streams.all():
             stream.fail(EngineDeadError("the engine was shut down"))
         self._lifecycle.move(STOPPED)
@@ -150,7 +155,7 @@ class EngineThread:
                 if engine.has_work:
                     failpoint("engine.step")
                 stepped = engine.step()
-                if stepped or not engine.has_work:
+                if stepped or not engine.has_work or engine.gathers:
                     self._got_on(engine)
                 if not stepped:
                     self._wait(engine)
@@ -174,7 +179,7 @@ class EngineThread:
                 self._work.wait_for(lambda: self._stopping or engine.has_work, timeout=1.0)
 
     def _got_on(self, engine: Engine) -> None:
-        """There was progress, or nothing is left to do; so a stuck engine goes on."""
+        """There was progress, or nothing to do yet; so a stuck engine goes on."""
         age_s = self._steps.age_s
         self._steps.progressed()
         if self.state != STUCK:
@@ -183,7 +188,7 @@ class EngineThread:
         for stream in self._streams.all():
             stream.fail(error)  # one that came between has not failed yet
             stream.cancel()
-        if self._lifecycle.move(READY):
+        if self._lifecycle.resume():
             engine.metrics.resumed()
             logging.warning("the engine goes on: a step came back after %.1f s", age_s)
 
@@ -194,11 +199,12 @@ class EngineThread:
         config = self.config
         if state in (STOPPED, DEAD):
             return False
-        if state == READY and config.step_timeout_s and age_s > config.step_timeout_s:
+        serves = state in (READY, DRAINING)
+        if serves and config.step_timeout_s and age_s > config.step_timeout_s:
             self._get_stuck()
         elif state == STUCK and config.stuck_exit_s and age_s > config.step_timeout_s + config.stuck_exit_s:
             self._die(EngineStuckError(f"the engine made no step for {age_s:.1f} s"))
-        elif state not in (READY, STUCK, DRAINING) and config.startup_timeout_s and age_s > config.startup_timeout_s:
+        elif not serves and state != STUCK and config.startup_timeout_s and age_s > config.startup_timeout_s:
             what = self.progress[2]
             self._die(EngineStuckError(f"the start made no progress for {age_s:.0f} s, after {what}"))
         return True
@@ -208,9 +214,9 @@ class EngineThread:
             return
         self.metrics.stuck()
         error = self._not_going_on()
-        logging.error("%s; open requests fail, new ones are refused", error)
         for stream in self._streams.all():
             stream.fail(error)
+        logging.error("%s; open requests fail, new ones are refused", error)  # last: nobody may read what is logged
 
     def _die(self, error: BaseException) -> None:
         before = self._lifecycle.die(error)
@@ -221,11 +227,11 @@ class EngineThread:
             self._on_death()
         # A model or setting that does not fit is the operator's to mend: its message says how.
         expected = isinstance(error, EngineStuckError) or (
-            before not in (READY, STUCK) and isinstance(error, ValueError | JaxserveError)
+            before not in (READY, DRAINING, STUCK) and isinstance(error, ValueError | JaxserveError)
         )
-        logging.error("engine died: %r", error, exc_info=None if expected else error)
         for stream in self._streams.all():
             stream.fail(self._not_going_on())
+        logging.error("engine died: %r", error, exc_info=None if expected else error)
         if self._engine is not None:
             self._engine.close(error)
 
@@ -241,12 +247,14 @@ class EngineThread:
         if self._on_progress:
             self._on_progress(stage, done, total, what)
 
-    def _raise_unless_ready(self) -> None:
+    def _raise_unless_ready(self, num_choices: int = 0) -> None:
+        """Raises unless requests are taken; one of so many choices is counted where it is refused for good."""
         state = self.state
         if state in (STUCK, DEAD):
             raise self._not_going_on()
         if state in (DRAINING, STOPPED):
-            self.metrics.rejected("draining")
+            if num_choices:
+                self.metrics.rejected("draining", num_choices)
             raise RejectedError(Rejection("draining", "the server is shutting down", retry_after_s=5.0))
         if state != READY:
             done, total, what = self.progress

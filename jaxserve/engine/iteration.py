@@ -29,7 +29,6 @@ When a plan is empty the oldest step in flight is taken in at once: no token wai
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +36,7 @@ from dataclasses import dataclass
 
 from jaxserve.core import Request, RequestFailedError
 from jaxserve.engine.delivery import Delivery
+from jaxserve.engine.engine_lock import EngineLock
 from jaxserve.engine.grammar_state import GrammarStates, Rows
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.monitor import EngineMonitor
@@ -89,7 +89,7 @@ class Iterations:
         recovery: StepRecovery,
         *,
         cached: bool,
-        lock: threading.RLock,
+        lock: EngineLock,
         clock: Callable[[], float],
         on_step: Callable[[], None],
     ) -> None:

@@ -6,13 +6,14 @@ iteration nothing. What an iteration's tokens have in common is observed once fo
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from jaxserve.core import REJECTION_REASONS, FinishReason, Rejection
+from jaxserve.core import REJECTION_REASONS, EngineStuckError, FinishReason, RejectedError, Rejection
 from jaxserve.engine.lifecycle import STATES
 from jaxserve.engine.output_processor import RequestState
 from jaxserve.engine.startup import StartupFigures
@@ -139,10 +140,21 @@ class EngineMetrics:
             self._rejected.labels(**self._labels, reason=reason)
 
     def show_load(self, read: Callable[[], EngineLoad]) -> None:
-        """What the gauges show from now on; `read` is called by whoever asks for them, on any thread."""
-        self._running.set_function(lambda: read().running)
-        self._waiting.set_function(lambda: read().waiting)
-        self._kv_usage.set_function(lambda: read().kv_usage)
+        """What the gauges show from now on; `read` is called by whoever asks for them, on any thread.
+
+        While it raises `EngineStuckError` they show what was read last.
+        """
+        seen = EngineLoad(0, 0, 0.0, None)
+
+        def load() -> EngineLoad:
+            nonlocal seen
+            with contextlib.suppress(EngineStuckError):
+                seen = read()
+            return seen
+
+        self._running.set_function(lambda: load().running)
+        self._waiting.set_function(lambda: load().waiting)
+        self._kv_usage.set_function(lambda: load().kv_usage)
 
     def show_state(self, read_state: Callable[[], str], read_age_s: Callable[[], float]) -> None:
         """What the gauges of the engine's state show from now on; both are called on any thread."""
@@ -201,6 +213,18 @@ class EngineMetrics:
         """Requests were refused at submit; choices count singly, as they do when they end."""
         self._offered.inc(count)
         self._rejected.labels(**self._labels, reason=reason).inc(count)
+
+    @contextlib.contextmanager
+    def counting_refusals(self, num_choices: int) -> Iterator[None]:
+        """So many choices are refused together by the `ValueError` or `RejectedError` that ends the block."""
+        try:
+            yield
+        except RejectedError as error:
+            self.rejected(error.rejection.reason, num_choices)
+            raise
+        except ValueError:
+            self.rejected("invalid", num_choices)
+            raise
 
     def displaced(self, reason: str) -> None:
         """A request that had been taken lost its place in the queue."""

@@ -9,13 +9,13 @@ A request whose logits are broken needs none of it: its row says so, and it ends
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 
 from absl import logging
 
 from jaxserve.core import FinishReason, HostLostError, MissingBucketError, RequestFailedError
 from jaxserve.engine.delivery import Delivery
+from jaxserve.engine.engine_lock import EngineLock
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.recovery import CLEARING, Suspicion, TokenBudget, Verdict
 from jaxserve.runtime import ModelRunner, StepOutput, is_out_of_memory
@@ -57,7 +57,7 @@ class StepRecovery:
         delivery: Delivery,
         metrics: EngineMetrics,
         *,
-        lock: threading.RLock,
+        lock: EngineLock,
         clock: Callable[[], float],
         alone: bool,
     ) -> None:

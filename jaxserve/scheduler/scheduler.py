@@ -127,6 +127,13 @@ class Scheduler(FailedSteps):
         found = self._cached_pages(sequence)
         return min([first + len(pages) for first, pages in found]) * self.config.page_size if found else 0
 
+    def gathers(self, now: float) -> bool:
+        """Whether nothing runs, on purpose: the batch that waits is to fill, for `batch_timeout_s` at most."""
+        if len(self._live) > len(self._waiting):
+            return False
+        front = self._waiting.front()
+        return front is not None and not self._may_fill(front, now)
+
     def reset_prefix_cache(self, now: float) -> None:
         """Forgets what every page holds: nothing that ran before is shared with what comes."""
         self._pages.drop_cache()
@@ -272,8 +279,7 @@ class Scheduler(FailedSteps):
         if self._preempted and self._running:
             return WaitsFor.PREEMPTION  # what was given back is for those that run
         front = self._waiting.front()
-        num_busy = len(self._live) - len(self._waiting)
-        if front is not None and not self._batching.may_fill(num_busy, len(self._waiting), now - front.arrived_at):
+        if front is not None and not self._may_fill(front, now):
             return WaitsFor.BATCH
         while front is not None:
             if not self.has_slot_to_give:
@@ -291,6 +297,10 @@ class Scheduler(FailedSteps):
         if not len(self._waiting):
             return None
         return WaitsFor.RELEASE if self._waiting.held else WaitsFor.CLASS
+
+    def _may_fill(self, front: Sequence, now: float) -> bool:
+        num_busy = len(self._live) - len(self._waiting)
+        return self._batching.may_fill(num_busy, len(self._waiting), now - front.arrived_at)
 
     def _secure_pages(self) -> list[Sequence]:
         """Finds a page for every decode row that needs a new one, at other requests' expense if it must.

@@ -140,4 +140,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    status = main(sys.argv)
+    from jaxserve.server.process import end
+
+    end(status)

@@ -77,14 +77,19 @@ async def submit_chat(
     kept = spec.kept_tokens(service.engine.max_model_len)
     tools = use.tools if use else None
     prompt = await service.encode_chat(
-        conversation.messages, conversation.end, conversation.variables, tools=tools, param=conversation.param
+        conversation.messages,
+        conversation.end,
+        conversation.variables,
+        tools=tools,
+        param=conversation.param,
+        num_choices=spec.num_choices,
     )
     reading = ToolReading(service.engine.tokenizer, service.tool_call_parser, use)
     if kept is not None:
         prompt = prompt[-kept:]
     wanted = grammar = None
     if spec.constrained or reading.is_forced:
-        wanted, grammar = await service.constrain(lambda: _constraint(spec, reading))
+        wanted, grammar = await service.constrain(lambda: _constraint(spec, reading), 1, spec.num_choices)
     params = spec.sampling_params(structured_outputs=wanted, **reading.sampling, **sampling)
     (stream,) = await service.submit([prompt], lambda _: params, request_id, terms, grammar, spec.model)
     return stream, reading

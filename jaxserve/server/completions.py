@@ -40,7 +40,9 @@ async def begin_completion(
     if spec.logprobs is not None:
         service.check_tokenizer()
     prompts, echoes = await _prompts(service, spec)
-    wanted, grammar = await service.constrain(spec.constraint) if spec.constrained else (None, None)
+    wanted = grammar = None
+    if spec.constrained:
+        wanted, grammar = await service.constrain(spec.constraint, len(prompts), spec.num_choices)
 
     def params_of(num_prompt_tokens: int) -> SamplingParams:
         overrides: dict[str, Any] = {"logprobs": spec.logprobs, "structured_outputs": wanted}
@@ -65,7 +67,8 @@ async def _prompts(service: GenerationService, spec: CompletionRequest) -> tuple
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     prompts = [prompt for prompt in given if isinstance(prompt, list)]
     if texts:  # prompts are all texts or all ids
-        prompts = await service.encode(texts, spec.add_special_tokens is not False, param="prompt")
+        add_special = spec.add_special_tokens is not False
+        prompts = await service.encode(texts, add_special, param="prompt", num_choices=spec.num_choices)
     shown: list[str | list[int]] = list(given)
     if kept is not None:
         for index, ids in enumerate(prompts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -19,6 +20,16 @@ from jaxserve.server.grpc_convert import error_metadata
 HEALTH_PREFIX = f"/{health.SERVICE_NAME}/"
 Context = Any
 """`grpc.aio.ServicerContext`, whose methods the stubs describe only in part."""
+
+
+def _is_of_a_fault(record: logging.LogRecord) -> bool:
+    """Whether a record of gRPC's tells of more than a message that could not be sent, as its client has gone."""
+    return record.exc_info is None or type(record.exc_info[1]).__name__ != "ExecuteBatchError"
+
+
+def quiet_lost_clients() -> None:
+    """A client that leaves while a message is on its way to it is no fault, and gets no traceback in the log."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_a_fault)
 
 
 async def abort(context: Context, error: ApiError) -> NoReturn:

@@ -25,6 +25,7 @@ from jaxserve.server.grpc_guard import (
     KeyInterceptor,
     MessageInterceptor,
     errors_to_status,
+    quiet_lost_clients,
     seconds_left,
     tenant_of_call,
 )
@@ -84,7 +85,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             wanted = grammar = None
             if request.sampling.HasField("structured_outputs"):
                 asked = request.sampling.structured_outputs
-                wanted, grammar = await self._service.constrain(lambda: constraint(asked))
+                wanted, grammar = await self._service.constrain(lambda: constraint(asked), 1, request.sampling.n)
             params = sampling_params(request.sampling, wanted)
             request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
             check_request_id(request_id)
@@ -181,9 +182,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _prompt(self, request: pb.GenerateRequest | pb.TokenizeRequest, converts: bool = False) -> list[int]:
         kind = request.WhichOneof("input")
+        num_choices = request.sampling.n if isinstance(request, pb.GenerateRequest) else 1
         if kind == "text":
             add_special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            (ids,) = await self._service.encode([request.text], add_special, param="input", converts=converts)
+            (ids,) = await self._service.encode(
+                [request.text], add_special, param="input", num_choices=num_choices, converts=converts
+            )
             return ids
         if kind == "chat":
             chat = request.chat
@@ -192,7 +196,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             add_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
             messages = chat_messages(chat)
             end = chat_end(messages, add_prompt, chat.continue_final_message)
-            return await self._service.encode_chat(messages, end, param="input", converts=converts)
+            return await self._service.encode_chat(
+                messages, end, param="input", num_choices=num_choices, converts=converts
+            )
         if kind == "token_ids" and isinstance(request, pb.GenerateRequest):
             return list(request.token_ids.ids)
         raise ApiError("invalid", "input is missing; set text, token_ids or chat", param="input")
@@ -251,6 +257,7 @@ class GrpcServer:
             *KEEPALIVE,
             *PENDING,
         ]
+        quiet_lost_clients()
         interceptors = [KeyInterceptor(keys, settings.guard_probes), MessageInterceptor()]
         self._server = grpc.aio.server(options=options, interceptors=interceptors)
         servicer = InferenceServicer(service, keys)

@@ -4,7 +4,7 @@ state          /health   /ready   gRPC          requests
 loading        200       503      NOT_SERVING   503 loading
 warming_up     200       503      NOT_SERVING   503 warming_up
 ready          200       200      SERVING       taken
-stuck          503       503      NOT_SERVING   503 engine_stuck; open ones have failed
+stuck          503       503      NOT_SERVING   503 engine_stuck; open ones have failed, while it drains too
 draining       200       503      NOT_SERVING   503 draining; open ones go on
 stopped        503       503      NOT_SERVING   503 engine_dead
 dead           503       503      NOT_SERVING   503 engine_dead; open ones have failed

@@ -7,9 +7,9 @@ turns `/ready` to 503 and has answers close their connections, while requests ar
 for balancers to see it, and until the connections from before are closed, since a client that keeps one has not been
 told.
 Then, or at once, new requests get 503 and open ones may finish within the grace period; what is left ends with an error
-frame. A second signal ends the process at once. An engine that dies while it starts ends the process
-with 1. One that dies later fails what is open; for `DEATH_S` more every probe says so, then the process ends
-with 1, unless it is told to stay (`exit_on_death`).
+frame. A stuck engine has failed them, so the process ends then, with 1. A second signal ends it at once. An engine that
+dies while it starts ends the process with 1. One that dies later fails what is open; for `DEATH_S` more all probes say
+so, then the process ends with 1, unless it is told to stay (`exit_on_death`).
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ class Launcher:
             self._display.note(f"stopping: open requests have {left_s:.0f} s; a second signal ends now")
             sides = asyncio.create_task(asyncio.to_thread(self._drain_sides))
             await service.drain(left_s)
-            if not await self._engine.drain(max(ends_at - time.monotonic(), 0.0)):
+            if self._engine.state == "stuck":
+                self._display.note("stopping: the engine is stuck; what was open has failed")
+            if not await self._engine.drain(max(ends_at - time.monotonic(), 0.0)) and self._engine.state == "draining":
                 self._display.note("stopping: the grace period is over; what was left has been cut short")
             await sides
         self._stop_sides()

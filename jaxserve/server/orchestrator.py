@@ -65,6 +65,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         if kind == "token_content":
             return list(request.token_content.token_ids)
         if kind == "text_content":
-            (ids,) = await self._service.encode([request.text_content.text], param="text_content")
+            texts = [request.text_content.text]
+            (ids,) = await self._service.encode(texts, param="text_content", num_choices=request.num_samples)
             return ids
         raise ApiError("invalid", "content is missing; set text_content or token_content", param="content")

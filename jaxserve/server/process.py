@@ -13,6 +13,8 @@ from typing import NoReturn
 from jaxserve.server.engine_api import EngineApi
 
 STATE_PERIOD_S = 0.02
+FLUSH_S = 1.0
+"""A pipe that is full and that nobody reads takes no more, and the thread that writes to it waits for ever."""
 
 
 async def wait_until_ready(engine: EngineApi, stop: asyncio.Event) -> bool:
@@ -43,10 +45,24 @@ def exit_later(seconds: float, status: int) -> None:
     threading.Thread(target=end, name="last-exit", daemon=True).start()
 
 
+def end(status: int) -> NoReturn:
+    """Ends the process with what its main function returned; one that has failed waits for nobody any more."""
+    if status:
+        flush_and_exit(status)
+    sys.exit(0)
+
+
 def flush_and_exit(status: int) -> NoReturn:
-    """Ends the process without waiting for other threads."""
+    """Ends the process without waiting for other threads, or for readers of its output for more than `FLUSH_S`."""
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flusher = threading.Thread(target=_flush, name="last-flush", daemon=True)
+        flusher.start()
+        flusher.join(FLUSH_S)
     finally:
         os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads, or it is closed
+            stream.flush()

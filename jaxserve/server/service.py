@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxserve.config.tool_parsers import AUTO_TOOL_CALL_PARSER
 from jaxserve.core import NO_TERMS, RejectedError, SamplingParams, StructuredOutputs, Submission, Terms
+from jaxserve.core.sampling_params import MAX_NUM_CHOICES
 from jaxserve.server.engine_api import EngineApi, RemotePrefillApi, StreamApi, TokenizerApi
 from jaxserve.server.errors import ApiError
 from jaxserve.server.health import Health, health_of
@@ -79,7 +80,9 @@ class GenerationService:
 
     def check_ready(self, model: str | None = None) -> None:
         """Raises ApiError 503 unless the engine takes requests, 404 when `model` is no model or adapter of it."""
-        state = "draining" if self._draining else self.engine.state
+        state = self.engine.state
+        if self._draining and state == "ready":
+            state = "draining"
         if state in ("loading", "warming_up"):
             done, total, what = self.engine.progress
             message = f"the model is not ready: {what} ({done} of {total})"
@@ -113,12 +116,19 @@ class GenerationService:
         _ = self.engine.tokenizer
 
     async def encode(
-        self, texts: Sequence[str], add_special_tokens: bool = True, *, param: str, converts: bool = False
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool = True,
+        *,
+        param: str,
+        num_choices: int = 1,
+        converts: bool = False,
     ) -> list[list[int]]:
         """Token ids of each text.
 
         Args:
           param: the request field to name in an error.
+          num_choices: asked for of each text, as the request says; they are counted where it is refused here.
           converts: nothing is generated from them; see `decode`.
 
         Raises:
@@ -129,7 +139,7 @@ class GenerationService:
         tokenizer = self.engine.tokenizer
         size = sum(map(len, texts)) + CALL_CHARS * (len(texts) - 1)
         if not converts:
-            self._refuse_work(size)
+            self._refuse_work(size, len(texts), num_choices)
         return await self.run(size, lambda: [tokenizer.encode(text, add_special_tokens) for text in texts], converts)
 
     async def encode_chat(
@@ -140,6 +150,7 @@ class GenerationService:
         *,
         tools: list[dict[str, Any]] | None = None,
         param: str,
+        num_choices: int = 1,
         converts: bool = False,
     ) -> list[int]:
         """Token ids of messages rendered by the model's chat template.
@@ -148,7 +159,7 @@ class GenerationService:
           end: how the text ends.
           variables: more of the template's variables (`chat_template_kwargs`).
           tools: what the model may call.
-          param, converts: see `encode`.
+          param, num_choices, converts: see `encode`.
 
         Raises:
           ApiError: 400; they cannot fit the context, a variable's name is taken, or the template does not write
@@ -174,7 +185,7 @@ class GenerationService:
             _check_forms(forms, bool(tools), with_calls, param)
         size = texts + given + CALL_CHARS * len(messages) + (num_chars(tools, INLINE_CHARS) if tools else 0)
         if not converts:
-            self._refuse_work(size)
+            self._refuse_work(size, 1, num_choices)
         opens, continues = end is ChatEnd.GENERATION_PROMPT, end is ChatEnd.CONTENT
 
         def work() -> list[int]:
@@ -217,11 +228,14 @@ class GenerationService:
         token_text = self.engine.tokenizer.token_text
         return await self.run(4 * len(ids), lambda: [token_text(token_id) for token_id in ids], True)
 
-    async def constrain(self, make: Callable[[], Constraint | None]) -> tuple[StructuredOutputs | None, object | None]:
+    async def constrain(
+        self, make: Callable[[], Constraint | None], num_prompts: int = 1, num_choices: int = 1
+    ) -> tuple[StructuredOutputs | None, object | None]:
         """What a request's output must be, and its grammar, found in a thread; both None where it may be anything.
 
         Args:
           make: reads the constraint from the request.
+          num_prompts: of the request; num_choices: see `encode`.
 
         Raises:
           ApiError: 400, the constraint is malformed or cannot be followed; 429, too many wait for that.
@@ -229,7 +243,7 @@ class GenerationService:
         if self._waiting_grammars >= MAX_WAITING_GRAMMARS:
             message = f"{MAX_WAITING_GRAMMARS} constraints wait to be compiled already; try again later"
             raise ApiError("overloaded", message, code="grammars_waiting", retry_after_s=1.0)
-        self._refuse_work(INLINE_CHARS + 1)
+        self._refuse_work(INLINE_CHARS + 1, num_prompts, num_choices)
         engine = self.engine
 
         def work() -> tuple[StructuredOutputs | None, object | None]:
@@ -247,14 +261,15 @@ class GenerationService:
         finally:
             self._waiting_grammars -= 1
 
-    def _refuse_work(self, size: int) -> None:
+    def _refuse_work(self, size: int, num_prompts: int, num_choices: int) -> None:
         """Raises RejectedError where the queue is full and the work of finding that out in turn is not small.
 
         Threads that tokenise what is refused in the end would hold up every refusal, and what runs.
         """
         if size <= INLINE_CHARS or (rejection := self.engine.load.full) is None:
             return
-        self.engine.metrics.rejected(rejection.reason)
+        # Of a number that is still to be checked, the next valid one.
+        self.engine.metrics.rejected(rejection.reason, num_prompts * min(max(num_choices, 1), MAX_NUM_CHOICES))
         raise RejectedError(rejection)
 
     async def _check_fits(self, num_chars: int, param: str) -> None:

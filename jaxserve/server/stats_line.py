@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from jaxserve.core import EngineTotals, NotReadyError
+from jaxserve.core import EngineStuckError, EngineTotals, NotReadyError
 from jaxserve.server.engine_api import EngineApi, LoadApi
 
 log = logging.getLogger("jaxserve.server.stats")
@@ -98,7 +98,7 @@ class StatsReporter:
                 before, before_at = after, now
                 if stats is not None:
                     log.info("%s", stats.text, extra={"fields": stats.fields})
-            except NotReadyError:
+            except (NotReadyError, EngineStuckError):
                 continue
             except Exception:
                 log.exception("the stats of an interval could not be told; the next one's will be tried")

@@ -11,9 +11,10 @@ import pytest
 
 from jaxserve.batch.records import parse_request
 from jaxserve.batch.runner import BatchRunner
+from jaxserve.faults import ALLOW_VARIABLE
 from jaxserve.replay import main as replay
 from jaxserve.server.service import GenerationService
-from tests.batch.lines import chat, completion, texts_by_id, write_lines
+from tests.batch.lines import chat, completion, read_results, texts_by_id, write_lines
 from tests.server.running import until
 
 SAME_AS_HTTP = [
@@ -82,7 +83,7 @@ def start(tiny_model_dir, tmp_path):
 
     def begin(*words):
         command = [sys.executable, "-m", "jaxserve.batch", f"--model={tiny_model_dir}", *shapes, *sizes, *words]
-        environment = os.environ | {"JAXSERVE_CACHE": str(tmp_path / "cache")}
+        environment = os.environ | {"JAXSERVE_CACHE": str(tmp_path / "cache"), ALLOW_VARIABLE: "1"}
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))
         return started[-1]
@@ -116,3 +117,43 @@ def test_a_killed_and_resumed_run_answers_as_one_that_was_not_and_its_traces_rep
     )
     assert texts_by_id(output) == texts_by_id(whole)
     assert [replay(["replay", f"--trace={trace}"]) for trace in traces] == [0, 0]
+
+
+def test_an_engine_that_dies_or_hangs_ends_the_job_and_the_same_command_goes_on(start, tiny_server, tmp_path):
+    lines = [completion(f"r{index}", f"line {index}", max_tokens=12) for index in range(60)]
+    output, plan = tmp_path / "out", tmp_path / "plan"
+    command = (
+        *(f"--input={write_lines(tmp_path / 'in', lines)}", f"--output={output}", f"--fault_plan={plan}"),
+        *("--step_timeout_s=1", "--stuck_exit_s=600", "--drain_grace_s=600"),
+    )
+
+    def run(fault):
+        """Status, what was printed, and how many lines there are; every one is whole."""
+        plan.write_text(json.dumps([fault] if fault else []))
+        process = start(*command)
+        shown, errors = process.communicate(timeout=200)
+        return process.returncode, shown, errors, len(read_results(output))
+
+    faults = [
+        ({"at": "runner.collect", "do": "raise", "times": None}, "engine died: InjectedFault("),
+        ({"at": "engine.step", "do": "hang", "seconds": 600}, "the engine is stuck"),
+    ]
+    num_before = 0
+    for fault, why in faults:
+        status, shown, errors, num_lines = run({"skip": 40} | fault)
+        assert status == 1, errors
+        assert why in errors, errors
+        assert "what is written is whole: the same command goes on there" in errors
+        assert f"{output}: {num_lines} of 60 lines" in shown and "the same command goes on there" in shown
+        assert num_before < num_lines < 60
+        num_before = num_lines
+    status, shown, errors, num_lines = run(None)
+    assert status == 0 and num_lines == 60, errors
+    # Whom steps were tried with alone before nobody was to blame has an answer: that it failed.
+    results = {result["custom_id"]: result for result in read_results(output)}
+    failed = [name for name, result in results.items() if result["error"]]
+    assert len(results) == 60 and len(failed) <= 2
+    assert {results[name]["error"]["code"] for name in failed} <= {"request_failed", "server_error"}
+    whole = {result.custom_id: result.response["body"]["choices"] for result in run_in_process(tiny_server, lines)}
+    for name in results.keys() - failed:
+        assert results[name]["response"]["body"]["choices"] == whole[name]

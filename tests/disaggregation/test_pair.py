@@ -8,6 +8,7 @@ import select
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,9 +305,20 @@ def test_who_stops_gives_up_what_is_being_fetched(
 @pytest.mark.parametrize("pair", [{"remote": {"fallback": False}}], indirect=True)
 def test_without_fallback_one_too_many_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_prefill, "MAX_PULLS", 0)
+    before = pair.count("requests_offered_total")
+    # The second prompt is too short to be asked for: it is refused with the first, and each choice counts.
     with pytest.raises(RejectedError, match="0 prompts are being computed") as caught:
-        pair.generate(prompts(36, (40,)), GREEDY)
+        pair.generate(prompts(36, (40, 3)), replace(GREEDY, n=2))
     assert caught.value.rejection.reason == "prefill_unavailable"
+    assert pair.count("requests_rejected_total", reason="prefill_unavailable") >= 4
+    assert pair.count("requests_offered_total") - before == 4
+
+
+def test_an_adapter_that_is_not_loaded_is_refused_and_counted_once(pair: Pair) -> None:
+    before = pair.count("requests_offered_total")
+    with pytest.raises(RejectedError, match="is not loaded"):
+        pair.generate(prompts(37, (40, 3)), replace(GREEDY, n=2), adapter="none")
+    assert pair.count("requests_offered_total") - before == 4
 
 
 def test_a_server_that_fails_again_is_left_alone_longer() -> None:

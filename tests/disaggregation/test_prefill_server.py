@@ -138,6 +138,35 @@ def test_what_waits_on_the_host_is_no_more_than_its_pages(pair: Pair) -> None:
     channel.close()
 
 
+def test_one_that_is_done_and_closes_while_more_is_sent_to_it_holds_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed with bytes unread, its connection is reset: the server's next send fails before it has read the end."""
+    closed, original = threading.Event(), PrefillServer._send_block
+    failures: list[OSError] = []
+
+    def send_block(self: PrefillServer, channel: Channel, export: Any, index: int, block: Any) -> None:
+        if index:
+            assert closed.wait(60)
+        try:
+            original(self, channel, export, index, block)
+        except OSError as error:
+            failures.append(error)
+            raise
+
+    monkeypatch.setattr(PrefillServer, "_send_block", send_block)
+    channel = begin_pull(pair, prompts(38, (92,))[0], "done")
+    channel._socket.settimeout(60)
+    assert channel._socket.recv(1, socket.MSG_PEEK), "the first block has come"
+    (export,) = pair.server._exports._by_key.values()
+    until(lambda: export._ended is not None, 60, "all blocks are there")
+    channel.send(Kind.DONE)
+    channel.close()
+    closed.set()
+    until(lambda: not len(pair.server._exports), 3, "it is forgotten")
+    assert len(failures) == 1
+
+
 def test_half_a_page_is_refused(pair: Pair) -> None:
     with pytest.raises(PullError, match="38 tokens are asked for; they must be whole pages of 4"):
         pull_raw(pair, prompts(12, (38,))[0])

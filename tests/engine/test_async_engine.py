@@ -327,3 +327,65 @@ def test_a_fault_in_one_requests_text_ends_only_that_request(engine, monkeypatch
 
     asyncio.run(main())
     assert engine.state == "ready"
+
+
+def test_a_batch_that_takes_longer_to_fill_than_a_step_may_is_not_stuck(config):
+    limits = {"step_timeout_s": 0.25, "stuck_exit_s": 0.1}
+    engine = start(replace(config, batching="request_dynamic", batch_timeout_s=1.0, **limits))
+
+    async def main():
+        await wait_for(lambda: engine.state == "ready")
+        return await engine.submit(prompt_token_ids=[1, 2], params=greedy(3)).collect()
+
+    try:
+        output = asyncio.run(main())
+        assert output.outputs[0].finish_reason == "length" and engine.state == "ready"
+        assert output.outputs[0].metrics.first_token_at - output.outputs[0].metrics.arrived_at > 0.9
+    finally:
+        engine.shutdown()
+
+
+def test_each_choice_of_what_is_refused_together_counts(config):
+    engine = start(config)
+
+    def refuse(submissions, error, reason):
+        """What the counters of refusals for that reason, and of arrivals, gained."""
+        names = ("requests_rejected_total", {"reason": reason}), ("requests_offered_total", {})
+        labels = {"engine": "0", "model_name": engine.model_name}
+
+        def read():
+            return [engine.metrics.registry.get_sample_value(f"jaxserve:{name}", labels | more) for name, more in names]
+
+        before = read()
+        with pytest.raises(error):
+            engine.submit_all(submissions)
+        return [after - earlier for after, earlier in zip(read(), before, strict=True)]
+
+    def ask(name, n=1, prompt=(1, 2), adapter=""):
+        return Submission(list(prompt), SamplingParams(max_tokens=9, n=n), name, adapter=adapter)
+
+    async def main():
+        await wait_for(lambda: engine.state == "ready")
+        assert refuse([ask("a", 2), ask("b", 3, prompt=())], ValueError, "invalid") == [5, 5]
+        assert refuse([ask("a", 7), ask("b", 2)], ValueError, "invalid") == [9, 9]
+        assert refuse([ask("a", 2), ask("b", adapter="none")], RejectedError, "unknown_adapter") == [3, 3]
+        assert refuse([ask("a", 2), ask("a", 2)], RejectedError, "duplicate_id") == [4, 4]
+        await engine.drain(0.0)
+        assert refuse([ask("a", 2), ask("b")], RejectedError, "draining") == [3, 3]
+        with pytest.raises(RejectedError):
+            engine.submit(prompt_token_ids=[1], params=SamplingParams(n=2))
+        assert refuse([ask("a")], RejectedError, "draining") == [1, 1]
+
+    try:
+        asyncio.run(main())
+    finally:
+        engine.shutdown()
+
+
+def test_an_engine_that_was_shut_down_before_it_was_loaded_refuses(config):
+    engine = AsyncEngine(config)
+    engine.shutdown()
+    with pytest.raises(RejectedError, match="shutting down"):
+        _ = engine.engine
+    with pytest.raises(RejectedError, match="shutting down"):
+        engine.submit(prompt_token_ids=[1], params=SamplingParams(n=2))

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.core import EngineDeadError, EngineStuckError, NotReadyError
+from jaxserve.core import EngineDeadError, EngineStuckError, NotReadyError, RejectedError
+from jaxserve.engine import engine_thread
 from jaxserve.engine.engine_thread import EngineThread
 from tests.engine.turned_clock import Clock
 
@@ -59,7 +60,8 @@ class Engine:
         self.progress = progress
         self.monitor = SimpleNamespace(keep=lambda num: None)
         self.metrics = Metrics()
-        self.has_work = False
+        self.has_work = self.gathers = self.plans_nothing = False
+        self.num_steps = 0
         self.warming, self.stepping = Gate(), Gate()
         self.closed_with = []
 
@@ -70,7 +72,8 @@ class Engine:
         self.warming()
 
     def step(self):
-        if self.has_work:
+        self.num_steps += 1
+        if self.has_work and not self.gathers and not self.plans_nothing:
             self.stepping()
             return True
         return False
@@ -321,11 +324,81 @@ def test_after_stuck_exit_more_it_is_dead_once(watch):
     assert thread.fake.closed_with[0] is thread.error
 
 
-def test_a_drain_is_not_watched_and_cannot_get_stuck(watch):
+def test_a_drain_is_watched_as_what_serves_is(watch):
     thread = watch()
     thread.in_step()
-    assert thread._lifecycle.move("draining")
-    assert thread.after(100 * START_S) == "draining" and thread.deaths == 0
+    stream = thread.open()
+    thread._lifecycle.drain()
+    assert thread.after(STEP_S) == "draining" and not stream.errors
+    assert thread.after(1) == "stuck"
+    assert isinstance(stream.errors[0], EngineStuckError)
+    assert thread.after(EXIT_S - 1) == "stuck" and thread.deaths == 0
+    assert thread.after(1) == "dead" and thread.deaths == 1
+
+
+@pytest.mark.parametrize("first", ["stuck", "draining"])
+def test_a_drain_does_not_hide_that_a_step_hangs_and_goes_on_when_it_is_back(watch, first):
+    thread = watch()
+    thread.in_step()
+    if first == "draining":
+        thread._lifecycle.drain()
+    assert thread.after(STEP_S + 1) == "stuck"
+    thread._lifecycle.drain()
+    assert thread.after(1) == "stuck"
+    with pytest.raises(EngineStuckError):
+        thread._raise_unless_ready()
+    thread.fake.stepping.leave()
+    thread.fake.stepping.entered()
+    assert thread.state == "draining" and thread.fake.metrics.num_resumed == 1
+    with pytest.raises(RejectedError, match="shutting down"):
+        thread._raise_unless_ready()
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_one_that_is_shut_down_in_a_step_that_hangs_has_died_of_it(watch, is_noticed, monkeypatch):
+    monkeypatch.setattr(engine_thread, "LAST_STEP_S", 0.01)
+    thread = watch()
+    thread.in_step()
+    stream = thread.open()
+    thread._lifecycle.drain()
+    if is_noticed:
+        assert thread.after(STEP_S + 1) == "stuck"
+    thread.shutdown()
+    assert thread.state == "dead" and "shut down in a step" in str(thread.error)
+    assert thread.deaths == 1 and thread.fake.closed_with == [thread.error] and stream.errors
+
+
+def test_streams_fail_before_anything_is_logged(watch, monkeypatch):
+    """A log that nobody reads may hold whoever writes to it for ever."""
+    thread = watch()
+    thread.in_step()
+    stream, found = thread.open(), []
+    monkeypatch.setattr(engine_thread.logging, "error", lambda *_, **__: found.append(len(stream.errors)))
+    assert thread.after(STEP_S + 1) == "stuck"
+    assert thread.after(EXIT_S) == "dead"
+    assert found == [1, 2] and thread.deaths == 1
+
+
+def test_one_that_is_shut_down_between_steps_has_stopped(watch):
+    thread = watch()
+    thread.ready()
+    thread._lifecycle.drain()
+    thread.shutdown()
+    assert thread.state == "stopped" and thread.error is None and thread.deaths == 0
+
+
+@pytest.mark.parametrize(("why", "state"), [("gathers", "ready"), ("plans_nothing", "stuck")])
+def test_a_batch_that_is_still_to_fill_is_no_hang_and_work_that_nobody_plans_is_one(watch, why, state):
+    thread = watch()
+    thread.ready()
+    setattr(thread.fake, why, True)
+    thread.fake.has_work = True
+    thread.wake()
+    until(lambda: thread._steps._since is not None, "working")
+    thread.clock.now += STEP_S + 1
+    before = thread.fake.num_steps
+    until(lambda: thread.fake.num_steps > before + 2, "it has tried again")
+    assert thread.after(0) == state
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,25 @@ def test_request_dynamic_waits_for_company_but_not_for_ever() -> None:
     assert [harness.step().empty for _ in range(4)] == [True, True, True, False]
 
 
+def test_what_waits_for_company_says_so_while_nothing_runs() -> None:
+    harness = Harness(make_config(max_num_seqs=2, batching="request_dynamic", batch_timeout_s=3.0))
+    scheduler = harness.scheduler
+
+    def gathers(after_s: float = 0.0) -> bool:
+        return scheduler.gathers(harness.now + after_s)
+
+    assert not gathers()
+    harness.add(make_request("first", 2, 4))
+    assert gathers() and gathers(2.9) and not gathers(3.0)
+    harness.add(make_request("second", 2, 4))
+    assert not gathers()
+    harness.step()
+    harness.add(make_request("third", 2, 2))
+    assert not gathers(), "it waits for those that run"
+    harness.run()
+    assert not gathers()
+
+
 def test_a_deadline_that_cannot_be_met_is_refused_with_a_time() -> None:
     harness = Harness(make_config(max_num_seqs=1, max_queue_requests=50, prefill_chunk=4))
     for index in range(9):  # each takes 8 steps: two chunks, then tokens

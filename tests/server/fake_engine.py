@@ -92,9 +92,9 @@ class FakeMetrics:
         gauge = Gauge("jaxserve:num_requests_running", "x", ["model_name"], registry=self.registry)
         self.running = gauge.labels(model_name="fake")
 
-    def rejected(self, reason: str) -> None:
-        """A request was refused."""
-        self.reasons.append(reason)
+    def rejected(self, reason: str, count: int = 1) -> None:
+        """So many choices were refused together."""
+        self.reasons += [reason] * count
 
 
 @dataclass

@@ -220,6 +220,31 @@ def test_ops_3_an_engine_that_stays_stuck_ends_its_process(serve, tmp_path):
     assert "EngineStuckError" in replays(folder).read_text()
 
 
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_ops_3_a_signal_does_not_hide_a_step_that_hangs(serve, is_stuck):
+    hang = {"at": "engine.step", "do": "hang", "seconds": 600, "skip": 20}
+    server = serve([hang], "--step_timeout_s=1.5", "--stuck_exit_s=0", "--drain_delay_s=0.5")
+    clients = Clients(server)
+    if is_stuck:
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 503, what="stuck")
+    server.process.send_signal(signal.SIGTERM)
+    seen = []
+    with contextlib.suppress(httpx.TransportError):
+        while True:
+            seen.append(httpx.get(f"{server.url}/health").json()["state"])
+            time.sleep(0.02)
+    assert server.wait(20) == 1
+    # Draining first, unless it was stuck before; and stuck, or dead of it, from then on.
+    assert set(seen) <= {"ready", "draining", "stuck", "dead"} and "stuck" in seen
+    since = seen[seen.index("stuck") :]
+    assert set(since) <= {"stuck", "dead"} and (not is_stuck or since == seen)
+    clients.wait()
+    for text in clients.texts:
+        ended_with(text, "engine_stuck")
+    assert error_of(clients.whole[0], 503)["code"] == "engine_stuck"
+    assert clients.grpc_codes == [grpc.StatusCode.UNAVAILABLE]
+
+
 @pytest.mark.parametrize("grace_s", [30, 0.3])
 def test_ops_4_a_signal_lets_streams_finish_within_their_grace(serve, grace_s):
     server = serve([SLOW], f"--drain_grace_s={grace_s}")

@@ -1,10 +1,14 @@
 """A full queue refuses quickly, by name and in a stable number; gauges return to zero."""
 
+import itertools
 import threading
 import time
 
+import grpc
 import pytest
 
+from jaxserve.server.proto import inference_pb2 as pb
+from jaxserve.server.proto import inference_pb2_grpc
 from tests.server.running import RunningServer, error_of, events_of, metric_samples, until
 
 BODY = {"prompt": "The sea", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
@@ -74,7 +78,8 @@ def test_a_refusal_takes_less_than_a_tenth_of_a_second(small_server):
 def test_a_full_queue_refuses_before_a_long_prompt_is_tokenised_or_a_grammar_compiled(small_server, monkeypatch):
     engine = small_server.engine.engine
     engine.gate.clear()
-    with small_server.client() as client:
+    with small_server.client() as client, grpc.insecure_channel(small_server.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
         streams = [small_server.call(lambda: submit(small_server)) for _ in range(5)]
         before = samples(client)
 
@@ -93,12 +98,28 @@ def test_a_full_queue_refuses_before_a_long_prompt_is_tokenised_or_a_grammar_com
         for path, body in bodies:
             error = error_of(client.post(path, json=body), 429)
             assert error["code"] == "queue_full_requests" and "max_queue_requests" in error["message"]
-        monkeypatch.undo()
         after = samples(client)
         label = 'engine="0",model_name="tiny"'
         rejected = f'jaxserve:requests_rejected_total{{{label},reason="queue_full_requests"}}'
         for name in (f"jaxserve:requests_offered_total{{{label}}}", rejected):
             assert after[name] == before[name] + 3, name
+        # Choices count singly, as they do when they are taken; of a number that is no valid one, the next that is.
+        num_choices = 0
+        for (path, body), n in itertools.product(bodies, (3, 0, -1)):
+            error_of(client.post(path, json=body | {"n": n}), 429)
+            num_choices += max(n, 1)
+        for prompts in (["a", long], [[1, 2], [3]]):
+            body = BODY | {"prompt": prompts, "n": 2, "structured_outputs": {"regex": "a+"}}
+            error_of(client.post("/v1/completions", json=body), 429)
+            num_choices += 4
+        for sampling in (pb.SamplingParams(n=3), pb.SamplingParams()):
+            with pytest.raises(grpc.RpcError, match="max_queue_requests"):
+                list(stub.Generate(pb.GenerateRequest(text=long, sampling=sampling)))
+            num_choices += sampling.n or 1
+        last = samples(client)
+        for name in (f"jaxserve:requests_offered_total{{{label}}}", rejected):
+            assert last[name] == after[name] + num_choices, name
+        monkeypatch.undo()
         # What only converts is not refused: it waits in no queue.
         assert client.post("/tokenize", json={"prompt": long}).status_code == 200
         small_server.call(lambda: [stream.cancel() for stream in streams])

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 import tracemalloc
+import weakref
 
 import grpc
 import pytest
@@ -163,6 +164,63 @@ def status_of(stream):
     except grpc.RpcError as error:
         return tokens, error.code()
     return tokens, grpc.StatusCode.OK
+
+
+@pytest.fixture
+def narrow_stub(long_server):
+    """A client of a connection of its own that takes little in unless it reads."""
+    options = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(long_server.grpc_address, options) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+def stall(stub, count):
+    """A call of the id "stalled" of which one response is read; its messages are large."""
+    sampling = pb.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=20)
+    stream = stub.Generate(pb.GenerateRequest(text="The sea", sampling=sampling, request_id="stalled"))
+    return stream, list(next(stream).token_ids)
+
+
+def test_str_3_a_stalled_grpc_reader_costs_others_nothing_and_gets_everything(long_server, engine, stub, narrow_stub):
+    with long_server.client() as client:
+        body = {"prompt": "The sea", "max_tokens": 900, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+        alone = client.post(URL, json=body).json()["choices"][0]["token_ids"]
+        solo = status_of(call(stub, count=100))
+        stalled, tokens = stall(narrow_stub, 900)
+        stream = long_server.engine._streams.find("stalled")
+        others = [call(stub, count=100) for _ in range(3)]
+        assert [status_of(other) for other in others] == [solo] * 3
+        assert client.get("/health").status_code == 200
+        until(lambda: "stalled" not in long_server.engine._streams, 60, "generation ends although nobody reads")
+        until(lambda: engine.clean, 5, "slot and pages are given back")
+        assert stream._open == 1 and len(stream._pending) == 1, "what it did not take is one merged delta"
+        assert len(stream._pending[0].token_ids) > 450, "little was written to somebody who does not read"
+    rest, status = status_of(stalled)
+    assert status == grpc.StatusCode.OK and tokens + rest == alone
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_str_3_a_stalled_grpc_reader_that_leaves_holds_nothing(long_server, engine, stub, narrow_stub, ends, caplog):
+    """It leaves before its request has ended, or after."""
+    stalled, _ = stall(narrow_stub, 900)
+    stream = weakref.ref(long_server.engine._streams.find("stalled"))
+
+    def num_held():
+        return sum(len(delta.token_ids) for delta in list(stream()._pending.values()))
+
+    until(lambda: num_held() > 20, 60, "it is written to no more")
+    if ends:
+        until(lambda: "stalled" not in long_server.engine._streams, 60, "generation ends although nobody reads")
+    else:
+        engine.gate.clear()
+    stalled.cancel()
+    if not ends:
+        until(lambda: "stalled" not in long_server.engine._streams, what="the request has ended")
+        engine.gate.set()
+    until(lambda: engine.clean, 5, "slot and pages are given back")
+    assert status_of(call(stub, count=1))[1] == grpc.StatusCode.OK  # gRPC itself keeps the last call until the next one
+    until(lambda: gc.collect() >= 0 and stream() is None, 5, "nothing of it is kept")
+    assert not [record for record in caplog.records if record.name.startswith("grpc")]
 
 
 def test_ops_10_a_deadline_ends_a_call_and_its_generation(stub, engine):
