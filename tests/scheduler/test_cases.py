@@ -127,6 +127,7 @@ def test_a_big_or_lowly_request_starts_among_endless_small_ones(policy: str, res
         make_config(
             max_num_seqs=40,
             max_num_batched_tokens=80,
+            max_prefill_seqs=40,
             num_pages=33,
             max_model_len=128,
             max_queue_requests=60,
