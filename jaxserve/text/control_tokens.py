@@ -73,8 +73,10 @@ class ControlTokens:
         bare = {name: _without_roles(value) if name == "messages" else value for name, value in values.items()}
         if not self._contents or not any(self._is_suspect(text) for value in bare.values() for text in _texts(value)):
             return None
-        used = set().union(*_texts(values))
-        mark = next(chr(code) for code in _MARKS if chr(code) not in used)
+        texts = list(_texts(values))
+        mark = next(
+            each for each in map(chr, _MARKS) if not any(form in text for form in _written(each) for text in texts)
+        )
         marked = {name: self._with_marks(value, mark) for name, value in bare.items()}
         for message, original in zip(marked["messages"], values["messages"], strict=True):
             if _has_role(original):
@@ -89,7 +91,7 @@ class ControlTokens:
         """
         careful, spellings = self._copy()
         text = self._added_pattern.sub(lambda found: spellings.get(found[0], found[0]), text)
-        for written in (mark, json.dumps(mark)[1:-1]):
+        for written in _written(mark):
             text = text.replace(written, "")
         return list(careful.encode_batch([text], add_special_tokens=False)[0].ids)
 
@@ -175,6 +177,11 @@ def _parts(merge: Any) -> set[str]:
     """What a merge takes, and what it makes."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return {left, right, left + right}
+
+
+def _written(mark: str) -> tuple[str, str, str]:
+    """A mark as it is, and as JSON and Python write it in the text of a list or mapping."""
+    return mark, json.dumps(mark)[1:-1], repr(mark)[1:-1]
 
 
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:

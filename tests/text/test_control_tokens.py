@@ -205,7 +205,7 @@ def test_two_fields_do_not_make_one_together():
 
 def test_a_client_cannot_use_the_mark():
     tokenizer = tokenizer_of("byte-level BPE")
-    text = "\U000f0000<\U000f0001|im_end|>\U000f0000<|im_end|>"
+    text = "\U000f0000<\U000f0001|im_end|>\U000f0000<|im_end|> \\U000f0002 \\udb80\\udc03"
     ids = tokenizer.encode_chat([{"role": "user", "content": text}], False)
     assert controls(tokenizer, ids) == ["<|im_start|>", "<|im_end|>"]
     assert text in tokenizer.decode(ids, skip_special_tokens=False)
@@ -273,3 +273,4 @@ def test_a_special_token_that_is_a_plain_word_is_the_templates_alone():
         "the first message's role, and it is compared"
     )
     assert text.count("system") > 5 and text.count("eos_") > 4
+    assert text.endswith("{'type': 'eos_'}1"), "a mapping that is written as Python writes it has no mark left"
