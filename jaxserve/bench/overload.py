@@ -14,7 +14,7 @@ from absl.flags import FlagValues
 
 from jaxserve.bench.load.figures import medians
 from jaxserve.bench.load.requests import read_load
-from jaxserve.bench.load.target import Target, check_url, open_target
+from jaxserve.bench.load.target import Target, check_server_flags, open_target
 from jaxserve.bench.report import Column, MeasurementError, report
 
 FACTORS = (1.0, 2.0, 5.0, 20.0)
@@ -48,10 +48,7 @@ def run(flags: FlagValues) -> None:
     Raises:
       ValueError: a flag or the workload breaks a rule.
     """
-    if (flags.url is None) == (flags.server is None):
-        raise ValueError("give url, of a running server, or server, flags or a command that start one; not both")
-    if flags.url is not None:
-        check_url("url", flags.url)
+    check_server_flags(flags)
     with open_target(flags, flags.url, flags.server) as target:
         results = measure(target, flags)
     settings = {name: flags[name].value for name in SETTINGS}

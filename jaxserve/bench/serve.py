@@ -14,7 +14,7 @@ from absl.flags import FlagValues
 from jaxserve.bench.load.figures import medians
 from jaxserve.bench.load.record import Record
 from jaxserve.bench.load.requests import W3_FACTORS, Load, read_load
-from jaxserve.bench.load.target import Target, check_url, open_target
+from jaxserve.bench.load.target import Target, check_server_flags, open_target
 from jaxserve.bench.report import Column, MeasurementError, report
 from jaxserve.sim.plots import require_matplotlib
 
@@ -46,10 +46,7 @@ def run(flags: FlagValues) -> None:
     Raises:
       ValueError: a flag or the workload breaks a rule.
     """
-    if (flags.url is None) == (flags.server is None):
-        raise ValueError("give url, of a running server, or server, flags or a command that start one; not both")
-    if flags.url is not None:
-        check_url("url", flags.url)
+    check_server_flags(flags)
     if flags.capacity is not None and not (flags.factors or flags.workload == "w3"):
         raise ValueError("capacity is given without factors of it")
     if flags.plots:

@@ -32,7 +32,8 @@ class SamplingParams:
     Attributes:
       n: completions per prompt, 1..128; choice `i` samples with a seed derived from (`seed`, i).
       max_tokens: most output tokens; None: as many as the context holds. 0 only scores the prompt.
-      min_tokens: EOS, `stop_token_ids` and stop strings are held off until this many output tokens.
+      min_tokens: of the first so many output tokens none is EOS or of `stop_token_ids`, and no stop string that begins
+        in their text is seen.
       temperature: 0..100; values under `GREEDY_TEMPERATURE` are greedy.
       top_k: keep the k likeliest tokens; 0 or -1: all; ties with the k-th are kept.
       top_p: keep the smallest set of likeliest tokens whose probability reaches p, in [0, 1];

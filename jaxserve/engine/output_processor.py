@@ -228,8 +228,8 @@ class RequestState:
             return None
         hidden = stop_token_id is not None and not params.include_stop_str_in_output
         text = "" if hidden else self._detokenizer.add(token_id)
-        # Up to min_tokens stop strings are not looked for; one that began there is not seen later.
-        if self._stops is None or self.num_output_tokens < params.min_tokens:
+        # Of the first min_tokens tokens no text counts, as EOS may not be among them either.
+        if self._stops is None or self.num_output_tokens <= params.min_tokens:
             delta.text += text
             return None
         text, stopped = self._stops.feed(text)
@@ -243,7 +243,7 @@ class RequestState:
         if self._detokenizer is None:
             return ""
         rest = self._detokenizer.flush()
-        if self._stops is None or self.num_output_tokens < self.request.params.min_tokens:
+        if self._stops is None or self.num_output_tokens <= self.request.params.min_tokens:
             return rest
         text, stopped = self._stops.feed(rest)
         if stopped is not None:

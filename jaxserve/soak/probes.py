@@ -48,12 +48,15 @@ class Probes:
             self._solo.append(first)
 
     async def check(self, number: int) -> None:
-        """Asks one amid whatever else goes on."""
+        """Asks one amid whatever else goes on. Under faults it may fail, and never have other ids."""
         number %= len(PROBES)
         try:
             choices = await self._ask(number)
         except (aiohttp.ClientError, OSError) as error:
-            self._findings.breach("probe", f"probe {number}: the server did not answer: {error!r}")
+            if self._findings.faults_allowed:
+                self._findings.count("probe", "failed")
+            else:
+                self._findings.breach("probe", f"probe {number}: the server did not answer: {error!r}")
             return
         if choices is None:
             self._findings.count("probe", "not answered")
@@ -74,8 +77,8 @@ class Probes:
                 if response.status == 200:
                     choices: list[dict[str, Any]] = (await response.json())["choices"]
                     return choices
-                again = (429, 500, 503) if self._findings.faults_allowed else (429,)
-                if response.status not in again:
+                may_fail = self._findings.faults_allowed and response.status >= 500
+                if response.status != 429 and not may_fail:
                     self._findings.breach("probe", f"probe {number}: {response.status} {await response.text()}")
                     return None
             await asyncio.sleep(0.3)
@@ -87,8 +90,10 @@ def _ids(choices: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def _is_near_tie(choice: dict[str, Any], solo: dict[str, Any]) -> bool:
-    """Whether the first token that differs was as likely as the one it stands for."""
-    pairs = zip(choice["token_ids"], solo["token_ids"], strict=True)
-    place = next(index for index, (one, other) in enumerate(pairs) if one != other)
+    """Whether the first token that differs was as likely as the one it stands for; one that is not there is none."""
+    pairs = zip(choice["token_ids"], solo["token_ids"], strict=False)
+    place = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    if place is None or len(choice["token_ids"]) != len(solo["token_ids"]):
+        return False
     best = sorted(solo["logprobs"]["top_logprobs"][place].values(), reverse=True)
     return len(best) > 1 and best[0] - best[1] < NEAR_TIE

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 import time
@@ -31,6 +32,17 @@ WARM_UP_SHARE = 1 / 3
 """Of the time, before memory is looked at."""
 HELD = ("process_threads", "asyncio_tasks", "process_open_fds")
 MIB = 2**20
+
+
+class LackingError(RuntimeError):
+    """The server's answer lacks a part, as that of an engine which dies at that moment may."""
+
+
+class Answer(dict[str, Any]):
+    """An object of an answer; asked for a member that it lacks, it raises LackingError."""
+
+    def __missing__(self, key: str) -> Any:
+        raise LackingError(f"the answer has no {key}, only {', '.join(self) or 'nothing'}"[:300])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +81,7 @@ class Watch:
         self._session, self._findings, self._limits = session, findings, limits
         self.samples: list[tuple[float, float]] = []
         self.rests: list[dict[str, float]] = []
-        self.first: dict[str, float] = {}
-        self.last: dict[str, float] = {}
-        self.totals: dict[str, int] = {}
+        self.first = self.last = self.totals = Answer()
         self.faults: dict[str, float] = {}
         self._pauses: list[float] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -124,12 +134,12 @@ class Watch:
         try:
             while (problem := await self._unclean()) and time.monotonic() < end:
                 await asyncio.sleep(0.1)
-        except (aiohttp.ClientError, OSError) as error:
+            held = {name: self.last[name] for name in HELD}
+        except _UNANSWERED as error:
             self._missed("rest", error)
             return
         if problem:
             self._findings.breach("idle-clean", problem)
-        held = {name: self.last[name] for name in HELD}
         self.rests.append(held)
         for name, value in held.items():
             if value > self.rests[0][name] + self._limits.held:
@@ -146,7 +156,8 @@ class Watch:
         metrics = self.last
         if metrics["num_requests_running"] or metrics["num_requests_waiting"] or metrics["kv_cache_usage_perc"]:
             return "a gauge is not 0 at rest"
-        ended = metrics["request_success_total"] + metrics["requests_rejected_total"]
+        # These have no line for a label that nobody had yet.
+        ended = metrics.get("request_success_total", 0.0) + metrics.get("requests_rejected_total", 0.0)
         if metrics["requests_offered_total"] != ended:
             return f"{metrics['requests_offered_total']:g} requests arrived, {ended:g} ended or were refused"
         return ""
@@ -163,14 +174,17 @@ class Watch:
 
     async def _read_metrics(self) -> None:
         before, now = self.last, await self._metrics()
+        if gone := before.keys() - now.keys():
+            raise LackingError(f"/metrics lacks {', '.join(sorted(gone))}"[:300])
         for name, value in now.items():
             if math.isnan(value) or value < 0:
                 self._findings.breach("counters", f"{name} is {value}")
             if name.endswith(("_total", "_count")) and value < before.get(name, 0.0):
                 self._findings.breach("counters", f"{name} fell from {before[name]:g} to {value:g}")
+        resident_bytes = now["process_resident_memory_bytes"]
         if now["compiles_total"] != before["compiles_total"]:
             self._findings.breach("compiles", f"from {before['compiles_total']:g} to {now['compiles_total']:g}")
-        self.samples.append((time.monotonic() - self._findings.began_at, now["process_resident_memory_bytes"]))
+        self.samples.append((time.monotonic() - self._findings.began_at, resident_bytes))
         self.last = now
 
     async def _health(self) -> None:
@@ -201,31 +215,36 @@ class Watch:
 
     async def _every(self, look: Any, seconds: float) -> None:
         while True:
-            try:
-                await look()
-            except (aiohttp.ClientError, OSError) as error:
-                self._missed(look.__name__.strip("_"), error)
+            await self._look(look)
             await asyncio.sleep(seconds)
 
+    async def _look(self, look: Any) -> None:
+        try:
+            await look()
+        except _UNANSWERED as error:
+            self._missed(look.__name__.strip("_"), error)
+
     def _missed(self, look: str, error: Exception) -> None:
-        """The server did not answer, which it may while a fault lasts."""
+        """The server did not answer, or not with all of it, which may be while a fault lasts."""
         if self._findings.faults_allowed:
             self._findings.count("watch", "not answered")
         else:
             self._findings.breach("watch", f"{look}: the server did not answer: {error!r}")
 
-    async def _get(self, path: str) -> dict[str, Any]:
+    async def _get(self, path: str) -> Answer:
         async with self._session.get(path) as response:
             response.raise_for_status()
-            found: dict[str, Any] = await response.json()
-            return found
+            found = json.loads(await response.text(), object_hook=Answer)
+        if not isinstance(found, Answer):
+            raise LackingError(f"{path} is no object")
+        return found
 
-    async def _metrics(self) -> dict[str, float]:
+    async def _metrics(self) -> Answer:
         async with self._session.get("/metrics") as response:
             response.raise_for_status()
             text = await response.text()
         self.faults = faults_by_place(text)
-        return sums_by_name(text)
+        return Answer(sums_by_name(text))
 
 
 def faults_by_place(text: str) -> dict[str, float]:

@@ -22,7 +22,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -32,8 +32,7 @@ from jaxserve.text.template_limits import check_not_quick
 _WRITTEN_AS_SPECIAL = re.compile(r"<\|.*\|>|<｜.*｜>|<(start|end)_of_turn>", re.DOTALL)
 _MARKS = range(0xF0000, 0xFFFFE)
 """Code points of a private plane: no text means anything by them."""
-_KINDS = ("role", "type")
-_KIND = re.compile(r"[a-z_]{1,32}")
+_ROLE = re.compile(r"[a-z_]{1,32}")
 
 
 class ControlTokens:
@@ -67,12 +66,22 @@ class ControlTokens:
         self._careful: tuple[tokenizers.Tokenizer, dict[str, str]] | None = None
 
     def marked(self, values: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-        """Values of a client's with marks, and the mark; None where none is needed."""
-        if not self._contents or not any(map(self._is_suspect, _texts(values))):
+        """Values of a client's with marks, and the mark; None where none is needed.
+
+        A message's own role is a word that templates compare, and stays as it is, though a special token be spelled so.
+        """
+        bare = {name: _without_roles(value) if name == "messages" else value for name, value in values.items()}
+        if not self._contents or not any(self._is_suspect(text) for value in bare.values() for text in _texts(value)):
             return None
-        used = set().union(*_texts(values))
-        mark = next(chr(code) for code in _MARKS if chr(code) not in used)
-        return self._with_marks(values, mark), mark
+        texts = list(_texts(values))
+        mark = next(
+            each for each in map(chr, _MARKS) if not any(form in text for form in _written(each) for text in texts)
+        )
+        marked = {name: self._with_marks(value, mark) for name, value in bare.items()}
+        for message, original in zip(marked["messages"], values["messages"], strict=True):
+            if _has_role(original):
+                message["role"] = original["role"]
+        return marked, mark
 
     def encode(self, text: str, mark: str) -> list[int]:
         """Ids of a text that was rendered of marked values.
@@ -82,7 +91,7 @@ class ControlTokens:
         """
         careful, spellings = self._copy()
         text = self._added_pattern.sub(lambda found: spellings.get(found[0], found[0]), text)
-        for written in (mark, json.dumps(mark)[1:-1]):
+        for written in _written(mark):
             text = text.replace(written, "")
         return list(careful.encode_batch([text], add_special_tokens=False)[0].ids)
 
@@ -110,10 +119,7 @@ class ControlTokens:
                 value = self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], value)
             return value + mark if self._ends_like_one(value) else value
         if isinstance(value, Mapping):
-            return {
-                self._with_marks(key, mark): inner if _is_kind(key, inner) else self._with_marks(inner, mark)
-                for key, inner in value.items()
-            }
+            return {self._with_marks(key, mark): self._with_marks(inner, mark) for key, inner in value.items()}
         return [self._with_marks(inner, mark) for inner in value] if isinstance(value, list | tuple) else value
 
     def _copy(self) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -173,6 +179,11 @@ def _parts(merge: Any) -> set[str]:
     return {left, right, left + right}
 
 
+def _written(mark: str) -> tuple[str, str, str]:
+    """A mark as it is, and as JSON and Python write it in the text of a list or mapping."""
+    return mark, json.dumps(mark)[1:-1], repr(mark)[1:-1]
+
+
 def _any_of(texts: Collection[str]) -> re.Pattern[str]:
     """Finds them as the tokenizer does: the first, of several the longest."""
     longest_first = sorted(filter(None, texts), key=len, reverse=True)
@@ -180,7 +191,7 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every string in a JSON value but those that say what a thing is; keys too."""
+    """Every string in a JSON value; keys too."""
     left = [value]
     while left:
         item = left.pop()
@@ -188,14 +199,20 @@ def _texts(value: Any) -> Iterator[str]:
             yield item
         elif isinstance(item, Mapping):
             left += item
-            left += [inner for key, inner in item.items() if not _is_kind(key, inner)]
+            left += item.values()
         elif isinstance(item, list | tuple):
             left += item
 
 
-def _is_kind(key: Any, value: Any) -> bool:
-    """Whether a member is a word that templates compare, as of `"role": "user"`: marked, it would be another."""
-    return key in _KINDS and isinstance(value, str) and _KIND.fullmatch(value) is not None
+def _has_role(message: Mapping[str, Any]) -> bool:
+    """Whether its role is a word; the server lets only those through that it knows."""
+    role = message.get("role")
+    return isinstance(role, str) and _ROLE.fullmatch(role) is not None
+
+
+def _without_roles(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages with an empty role where it is a word."""
+    return [{**message, "role": ""} if _has_role(message) else message for message in messages]
 
 
 def _not_possible(why: str) -> str:

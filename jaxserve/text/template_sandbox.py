@@ -27,6 +27,7 @@ from jaxserve.text.template_limits import (
     charge,
     copied,
     finalize,
+    looked_in,
     ticking,
     weighed,
 )
@@ -63,9 +64,12 @@ _WHOLE = (
     )
     | _SORTING
 )
+_PASSING = _names("d default map reject rejectattr select selectattr")
+"""Filters that hand on what they are given: as their result, or to a test or filter that is charged by itself."""
 _NUMBERED = _names("batch center indent round slice tojson truncate")
 """Filters with numbers that size what they make."""
 _COMPARING = _names("!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper")
+_PART_UNITS = 4
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{5})")
 
 
@@ -80,7 +84,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         filters = {name: _limited_filter(name, made) for name, made in self.filters.items() if name in known}
         self.filters = filters | INNER_FILTERS
         self.tests = {
-            name: _limited_test(made) if name in _COMPARING else made
+            name: _limited_test(name, made) if name in _COMPARING else made
             for name, made in dict[str, Any](self.tests).items()
         }
         del self.globals["lipsum"]
@@ -98,7 +102,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """See the base class."""
+        """See the base class; charged, as filters take the many parts of an attribute's name one by one."""
+        charge(_PART_UNITS)
         if isinstance(argument, tuple):
             weighed(argument)  # its hash goes into it
         return super().getitem(obj, argument)
@@ -210,12 +215,15 @@ def _length(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") else 0
 
 
-def _limited_test(test: Callable[..., Any]) -> Callable[..., Any]:
+def _limited_test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
+    charged = looked_in if name == "in" else weighed
+
     @wraps(test)
-    def limited(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            weighed(value)
-        return test(*args, **kwargs)
+    def limited(value: Any, *args: Any, **kwargs: Any) -> Any:
+        weighed(value)
+        for other in (*args, *kwargs.values()):
+            charged(other)
+        return test(value, *args, **kwargs)
 
     return limited
 
@@ -239,7 +247,11 @@ def _limited_filter(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
 def _charge_filter(name: str, value: Any, others: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     given = (*others, *options.values())
     for other in given:
-        weighed(other)
+        # A text may be a name that is taken apart, a tuple may be hashed.
+        if name in _PASSING and isinstance(other, list | Mapping):
+            charge(1)
+        else:
+            weighed(other)
         if name in _NUMBERED:
             _check_width(other)
     if name in _SHALLOW:

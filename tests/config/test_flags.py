@@ -72,9 +72,12 @@ def test_flags_come_from_a_file_too(tmp_path):
     ("words", "message"),
     [
         (("--page_size=0",), "--page_size is 0; it must be a power of two from 1 to 256"),
+        (("--page_size=-1",), "--page_size is -1; it must be a power of two from 1 to 256"),
+        (("--page_size=3",), "--page_size is 3; it must be a power of two from 1 to 256"),
         (("--page-size=48",), "--page_size is 48; it must be a power of two from 1 to 256"),
         (("--page_size=x",), "flag --page_size=x: must be an integer"),
         (("--max_num_seqs=8", "--max_num_batched_tokens=4"), "--max_num_seqs is 8 and max_num_batched_tokens is 4;"),
+        (("--num_pages=0",), "--num_pages is 0; it must be an integer of at least 2"),
         (("--num_pages=1",), "--num_pages is 1; it must be an integer of at least 2"),
         (("--memory_fraction=0",), "--memory_fraction is 0.0; it must be in (0, 1]"),
         (("--memory_fraction=nan",), "flag --memory_fraction=nan: must be finite"),

@@ -21,6 +21,7 @@ def one(llm, prompt, params):
 def test_min_tokens_holds_off_every_eos_exactly_that_long(llm):
     """EOS is the 5th sampled token with min_tokens 4, whichever EOS id it is."""
     prompt = random_prompts((50,))[0]
+    assert len(llm.engine.limits.eos_token_ids) > 1
     for eos in llm.engine.limits.eos_token_ids:
         params = SamplingParams(temperature=0, max_tokens=20, min_tokens=4, logit_bias={eos: 100.0})
         output = one(llm, prompt, params).outputs[0]
@@ -60,12 +61,16 @@ def test_a_stop_string_cuts_the_text_at_its_first_occurrence(llm):
 
 
 def test_a_stop_string_begun_before_min_tokens_is_not_seen(llm):
-    prompt = random_prompts((9,))[0]
-    base = one(llm, prompt, greedy(40)).outputs[0]
-    stop = base.text[0:2]
-    if base.text.count(stop) == 1:
-        output = one(llm, prompt, greedy(40, stop=(stop,), min_tokens=10)).outputs[0]
-        assert output.text == base.text and output.finish_reason == "length"
+    """It counts from where it begins: on the last token held off it is not seen, on the next it is."""
+    letters = range(97, 123)
+    params = {"allowed_token_ids": tuple(letters), "presence_penalty": 2.0, "repetition_penalty": 100.0}
+    base = one(llm, random_prompts((9,))[0], greedy(20, **params)).outputs[0]
+    assert len(set(base.text)) == 20, "every letter comes once"
+    for begin, seen in ((0, False), (9, False), (10, True)):
+        stop = base.text[begin : begin + 3]
+        output = one(llm, random_prompts((9,))[0], greedy(20, stop=(stop,), min_tokens=10, **params)).outputs[0]
+        assert output.text == (base.text[:begin] if seen else base.text)
+        assert (output.finish_reason, output.stop_reason) == (("stop", stop) if seen else ("length", None))
 
 
 # Lengths ----------------------------------------------------------------------------------------

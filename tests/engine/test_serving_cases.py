@@ -93,6 +93,38 @@ def test_a_decoding_request_gets_a_token_in_every_iteration_of_long_prompts(trac
     assert_idle_clean(llm)
 
 
+def test_sch_4_a_prompt_of_64_chunks_costs_no_decode_row_a_token(traced):
+    """Nor one that joins amid it; no iteration has more tokens than the budget."""
+    budget, chunk = 6, 3
+    llm, trace = traced(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=budget, prefill_chunk=chunk)
+    prompts = dict(zip(("steady", "long", "joiner"), random_prompts((5, 64 * chunk, 2), seed=6), strict=True))
+    wanted = {"steady": 120, "long": 4, "joiner": 70}
+    alone = {name: ids(llm.generate(prompts[name], greedy(wanted[name]), use_tqdm=False))[0] for name in prompts}
+    first_record = len(records_of(trace))
+
+    streams = Streams(llm)
+    streams.add("steady", prompts["steady"], wanted["steady"])
+    streams.step_until(lambda: len(streams.ids("steady")) >= 3)
+    streams.add("long", prompts["long"], wanted["long"])
+    for _ in range(20):
+        streams.engine.step()
+    streams.add("joiner", prompts["joiner"], wanted["joiner"])
+    streams.step_until(lambda: streams.ids("joiner"))
+    while not streams.ids("long"):
+        before = {name: len(streams.ids(name)) for name in ("steady", "joiner")}
+        streams.engine.step()
+        assert {name: len(streams.ids(name)) - before[name] for name in before} == {"steady": 1, "joiner": 1}
+    streams.finish()
+
+    assert {name: streams.ids(name) for name in prompts} == alone
+    records = records_of(trace)[first_record:]
+    beside = [r for r in records if any(name == "long" for name, _ in r["prefill"])]
+    assert len(beside) == 64
+    assert all("steady" in r["decode"] for r in beside) and sum("joiner" in r["decode"] for r in beside) > 30
+    assert all(len(r["decode"]) + sum(count for _, count in r["prefill"]) <= budget for r in records)
+    assert_idle_clean(llm)
+
+
 def test_slots_stay_busy_beside_one_request_of_900_tokens(tmp_path):
     """The textbook's batch, one of 900 tokens and seven of 40, then a backlog of 40s: see the trace."""
     num_slots = 8

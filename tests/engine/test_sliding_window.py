@@ -120,6 +120,27 @@ def test_chunks_smaller_than_the_window(make_llm, prompts, case, chunk):
     assert generate(make_llm(prefill_chunk=chunk), prompts, settings) == alone
 
 
+@pytest.mark.parametrize("chunks", [(4, 32), pytest.param((8, 12), marks=pytest.mark.slow)])
+def test_krn_7_chunks_from_half_a_window_to_four_windows_give_the_same(tmp_path, chunks):
+    """A window of two pages; prompts up to four windows, whose pages others take while they run."""
+    config = dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=8)
+    model = str(write_tiny_model(tmp_path, **config))
+    settings = SETTINGS | dict(
+        max_model_len=64, max_num_seqs=2, max_num_batched_tokens=34, decode_buckets=(2,), prefill_buckets=(34,)
+    )
+    settings |= dict(table_width_buckets=(16,), enable_prefix_caching=False)
+    prompts = random_prompts((32, 7, 29, 8, 9, 31, 16, 3), seed=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_shapes, "group_layers", keep_all)
+        lone = LLM(model, **settings, prefill_chunk=34, num_pages=33)
+    alone = [ids(lone.generate([prompt], greedy(12), use_tqdm=False))[0] for prompt in prompts]
+    for chunk in chunks:
+        llm = LLM(model, **settings, prefill_chunk=chunk)
+        assert llm.engine.runner.scheduler_config.sliding_window == 8
+        assert generate(llm, prompts, greedy(12)) == alone, chunk
+        assert_idle_clean(llm)
+
+
 @pytest.mark.parametrize(
     ("attention", "decoder"),
     [("reference", "xla"), ("cpu", "xla"), ("native_cpu", "xla"), ("native_cpu", "native_cpu")],

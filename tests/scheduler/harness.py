@@ -8,13 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.config.policy_config import GROWING_RESERVATIONS
+from jaxserve.config.policy_config import GROWING_RESERVATIONS, PREEMPTIONS, RESERVATIONS
 from jaxserve.core import Rejection, Request, SamplingParams
 from jaxserve.scheduler import Scheduler, StepPlan, StepResult, TokenEvent
 from jaxserve.scheduler.step_time import StepTimeModel
 from tests.scheduler.fake_device import Content, FakeDevice, Memory
 
 STOP_ID = 1007
+PAGES = [
+    (reservation, preemption)
+    for reservation in RESERVATIONS
+    for preemption in PREEMPTIONS
+    if preemption != "pause" or reservation not in GROWING_RESERVATIONS
+]
+"""Every reservation with every preemption that it may have."""
 
 
 def make_config(**changes: Any) -> SchedulerConfig:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.config.policy_config import GROWING_RESERVATIONS, POLICIES, PREEMPTIONS, RESERVATIONS
+from jaxserve.config.policy_config import POLICIES
 from jaxserve.core import Request
-from tests.scheduler.harness import Harness, make_config, make_request
+from tests.scheduler.harness import PAGES, Harness, make_config, make_request
 
 SLOTS, QUEUE, OUTPUT = 2, 6, 4
 UNLOVED_PROMPT, UNLOVED_OUTPUT = 8, 12
@@ -28,14 +28,6 @@ AGEING_S = {
 
 def preferred(index: int, now: float) -> Request:
     return make_request(f"p{index}", 4, OUTPUT, priority=-2, deadline_at=now + 60.0, tenant=f"t{index % 3}")
-
-
-PAGES = [
-    (reservation, preemption)
-    for reservation in RESERVATIONS
-    for preemption in PREEMPTIONS
-    if preemption != "pause" or reservation not in GROWING_RESERVATIONS  # that setting is refused
-]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
-from jaxserve.config.policy_config import POLICIES, RESERVATIONS
+from jaxserve.config.policy_config import GROWING_RESERVATIONS, POLICIES, RESERVATIONS
 from jaxserve.core import Priority
-from tests.scheduler.harness import STOP_ID, Harness, make_config, make_request, stopping_request
+from tests.scheduler.harness import PAGES, STOP_ID, Harness, make_config, make_request, stopping_request
 
 
 def first_step(harness: Harness, request_id: str) -> int:
@@ -39,20 +40,83 @@ def test_equal_priorities_preempt_nobody() -> None:
     """SCH-1."""
     harness = Harness(make_config(max_num_seqs=2, max_model_len=256, priority_preemption=True))
     harness.add(make_request("a", 4, 200), make_request("b", 4, 200))
-    harness.step()
+    for _ in range(5):
+        harness.step()
     harness.add(make_request("c", 4, 4))
     harness.run()
     assert harness.scheduler.counters.preemptions == 0
+    assert first_step(harness, "c") >= 199, "it waits until a slot is free"
 
 
-def test_an_urgent_request_without_pages_evicts_nobody() -> None:
-    """SCH-1: under pause the victim's pages stay, so the newcomer's must be there besides."""
-    harness = Harness(make_config(max_num_seqs=2, num_pages=11, priority_preemption=True))
-    harness.add(*(make_request(name, 4, 12, priority=Priority.LOW) for name in "ab"))
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_without_preemption_of_slots_an_urgent_request_has_the_first_that_is_free_under_priority(policy: str) -> None:
+    """SCH-1: ahead of all who wait, however long they have; under `fcfs` nobody is ahead."""
+    harness = Harness(make_config(max_num_seqs=2, max_model_len=256, policy=policy, max_queue_requests=20))
+    harness.add(*(make_request(name, 4, 20 + i, priority=Priority.LOW) for i, name in enumerate("ab")))
     harness.step()
-    harness.add(make_request("urgent", 8, 8, priority=Priority.HIGH))
+    harness.add(*(make_request(f"low{i}", 4, 10, priority=Priority.LOW) for i in range(6)))
+    for _ in range(4):
+        harness.step()
+    harness.add(make_request("urgent", 4, 4, priority=Priority.HIGH))
+    freed = None
+    while "urgent" not in harness.scheduler.active_ids:
+        if "a" in harness.ends and freed is None:
+            freed = harness.scheduler.num_plans
+        harness.step()
+    waiting_at_first_slot = {f"low{i}" for i in range(6)} & set(harness.scheduler.waiting_ids)
+    assert harness.scheduler.counters.preemptions == 0
+    assert len(waiting_at_first_slot) == (6 if policy == "priority" else 0)
+    if policy == "priority":
+        assert first_step(harness, "urgent") == freed
     harness.run()
-    assert harness.scheduler.counters.preemptions == 0 and set(harness.ends.values()) == {"length"}
+    assert set(harness.ends.values()) == {"length"}
+
+
+@pytest.mark.parametrize(("reservation", "preemption"), PAGES)
+def test_an_urgent_request_without_pages_evicts_nobody(reservation: str, preemption: str) -> None:
+    """SCH-1: what the lowest one would give up is not enough; under pause its pages stay, so that is nothing."""
+    policies = {"preemption": preemption, "reservation": reservation, "priority_preemption": True}
+    host = {"num_host_pages": 20} if preemption in ("swap", "auto") else {}
+    harness = Harness(make_config(max_num_seqs=2, num_pages=11, max_model_len=40, **policies, **host))
+    # Of ten pages "high" holds five to its end, as urgent as who comes; "low" holds three at most.
+    harness.add(make_request("high", 17, 3, priority=Priority.HIGH), make_request("low", 4, 8, priority=Priority.LOW))
+    harness.step()
+    harness.add(make_request("urgent", 32, 4, priority=Priority.HIGH))
+    before = dict(harness.outputs)
+    harness.step()
+    assert harness.scheduler.counters.preemptions == 0 and harness.scheduler.waiting_ids == ["urgent"]
+    assert set(harness.scheduler.active_ids) == set(before) - {"urgent"}
+    harness.run()
+    assert set(harness.ends.values()) == {"length"} and harness.scheduler.counters.preemptions == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("reservation", sorted(GROWING_RESERVATIONS))
+@pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
+def test_no_two_of_equal_priority_change_places_twice(policy: str, reservation: str, preemption: str) -> None:
+    """SCH-1: one preempted while the other ran, then the other while the first ran, and again."""
+    harness = Harness(
+        make_config(
+            max_num_seqs=3,
+            num_pages=13,
+            max_queue_requests=20,
+            priority_preemption=True,
+            policy=policy,
+            reservation=reservation,
+            preemption=preemption,
+            num_host_pages=12 if preemption != "recompute" else 0,
+        )
+    )
+    harness.add(*(make_request(f"r{i}", 3 + i, 20 + 5 * (i % 4)) for i in range(10)))
+    lost_to: Counter[tuple[str, str]] = Counter()
+    while not harness.scheduler.idle:
+        plan = harness.step()
+        for victim in plan.preempted:
+            lost_to.update((victim, other) for other in harness.scheduler.active_ids)
+    assert harness.scheduler.counters.preemptions > 0 or reservation == "expected"
+    swaps = {tuple(sorted(pair)): min(count, lost_to[pair[::-1]]) for pair, count in lost_to.items()}
+    assert all(count <= 1 for count in swaps.values()), swaps
+    assert set(harness.ends.values()) == {"length"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -63,6 +127,7 @@ def test_a_big_or_lowly_request_starts_among_endless_small_ones(policy: str, res
         make_config(
             max_num_seqs=40,
             max_num_batched_tokens=80,
+            max_prefill_seqs=40,
             num_pages=33,
             max_model_len=128,
             max_queue_requests=60,

@@ -1,7 +1,9 @@
 """Clients that go away, requests that are cancelled, ids that collide."""
 
+import asyncio
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -54,18 +56,39 @@ def test_a_client_that_goes_away_ends_its_generation(server, client, how, n, str
 
 
 def test_a_client_that_leaves_after_some_chunks_stops_the_tokens(server, client):
-    """ABT-1: 200 times, in every way, of one choice and of four: no growth, whichever moment it hits."""
+    """ABT-1: 200 times, in every way, of one choice and of four, whole and streamed, whichever moment it hits.
+
+    Nothing grows: tasks, threads, open files, streams.
+    """
     engine = server.engine.engine
-    for round_number in range(200):
-        connection = socket.create_connection(("127.0.0.1", server.port))
-        n = (1, 4)[round_number // 3 % 2]
-        connection.sendall(raw_request("/v1/completions", LONG | {"stream": True, "n": n}))
-        read_until(connection, 3)
-        leave(connection, ("FIN", "RST", "half-close")[round_number % 3])
-    until(lambda: engine.clean, 2, "idle-clean")
+
+    def leave_in_every_way(rounds):
+        for number in range(rounds):
+            n, stream = (1, 4)[number // 3 % 2], number // 6 % 3 != 0
+            ran = engine.stats.iterations
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.sendall(raw_request("/v1/completions", LONG | {"stream": stream, "n": n}))
+                if stream:
+                    read_until(connection, 3)
+                else:
+                    until(lambda ran=ran: engine.stats.iterations >= ran + 3, what="it runs")
+                leave(connection, ("FIN", "RST", "half-close")[number % 3])
+        until(lambda: engine.clean, 2, "idle-clean")
+
+    def held():
+        return {
+            "tasks": server.call(lambda: len(asyncio.all_tasks())),
+            "threads": threading.active_count(),
+            "files": len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0,
+        }
+
+    leave_in_every_way(18)  # what is made once is made
+    before = held()
+    leave_in_every_way(200)
     tokens = counter(client, "jaxserve:generation_tokens_total")
     assert counter(client, "jaxserve:generation_tokens_total") == tokens
     assert not server.engine._streams
+    until(lambda: all(after <= before[name] + 4 for name, after in held().items()), 10, f"no more than {before}")
 
 
 @pytest.fixture
@@ -169,6 +192,7 @@ def test_a_live_request_id_is_refused_and_may_be_reused_afterwards(server, clien
     assert choice_texts(events)[0] == alone["choices"][0]["text"]
     again = client.post("/v1/completions", json=first).json()
     assert again["choices"] == alone["choices"]
+    assert all(value >= 0 for _, value in metric_samples(client.get("/metrics").text)), "a gauge below 0"
 
 
 def test_an_abort_from_elsewhere_ends_the_stream_with_that_reason(server, client):

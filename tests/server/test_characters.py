@@ -1,8 +1,11 @@
 """Characters of several tokens, over HTTP: the tiny model's tokens are single bytes."""
 
+import json
+
 import pytest
 
-from tests.server.running import choice_texts, events_of
+from tests.server.running import RunningServer, choice_texts, events_of
+from tests.text.vocabularies import SENTENCEPIECE_BYTE_BASE, sentencepiece
 
 URL = "/v1/completions"
 TEXT = "ď世😀"
@@ -62,3 +65,33 @@ def test_an_output_that_ends_inside_a_character_gives_one_replacement_at_the_end
     whole = client.post(URL, json=body).json()["choices"][0]
     assert whole["token_ids"] == output and whole["text"] == expected
     assert choice_texts(events_of(client.post(URL, json=body | {"stream": True}).text))[0] == expected
+
+
+@pytest.fixture(scope="module")
+def spaced(make_tiny_engine, tmp_path_factory):
+    """The tokenizer and a client of a server whose texts are SentencePiece's."""
+    directory, tokenizer = tmp_path_factory.mktemp("spaced"), sentencepiece()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    engine = make_tiny_engine(tokenizer=str(directory))
+    server = RunningServer(lambda: engine)
+    with server.client() as client:
+        yield tokenizer, client
+    server.stop()
+
+
+@pytest.mark.parametrize("begin", [[], ["<s>"], ["<0xC3>", "<0xA9>"]], ids=["r", "bos", "two bytes"])
+def test_dtk_1_sentencepiece_output_keeps_its_first_space_and_whole_characters(spaced, begin):
+    """The prompt shares no id with the output: the penalty that forces it counts both."""
+    tokenizer, client = spaced
+    prompt = [tokenizer.token_to_id(piece) for piece in (*begin, "r")]
+    output = [tokenizer.token_to_id(piece) for piece in "▁the"]
+    output += [SENTENCEPIECE_BYTE_BASE + byte for byte in "世😀".encode()]
+    body = {"prompt": prompt} | forcing(output)
+    whole = client.post(URL, json=body).json()
+    assert whole["choices"][0]["token_ids"] == output
+    events = events_of(client.post(URL, json=body | {"stream": True}).text)
+    expected = tokenizer.decode(prompt + output).removeprefix(tokenizer.decode(prompt))
+    assert expected == " the世😀"
+    assert choice_texts(events)[0] == whole["choices"][0]["text"] == expected
+    assert not any("\ufffd" in choice["text"] for event in events[:-1] for choice in event["choices"])

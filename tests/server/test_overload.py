@@ -59,6 +59,37 @@ def test_slots_plus_queue_are_accepted_and_the_rest_refused_at_once(small_server
     until(lambda: small_server.engine.engine.clean, 2, "idle-clean")
 
 
+@pytest.mark.parametrize("round_number", range(2))
+def test_ops_1_over_grpc_slots_plus_queue_are_accepted_too(small_server, round_number):
+    sampling = pb.SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    ended = []
+
+    def call(stub):
+        tokens = []
+        try:
+            for response in stub.Generate(pb.GenerateRequest(text="The sea", sampling=sampling)):
+                tokens += response.token_ids
+            ended.append(tokens)
+        except grpc.RpcError as error:
+            ended.append(error.code())
+
+    engine = small_server.engine.engine
+    engine.gate.clear()
+    with grpc.insecure_channel(small_server.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        threads = [threading.Thread(target=call, args=(stub,)) for _ in range(10)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(ended) == 5, what="the refused have their status")
+        assert ended == [grpc.StatusCode.RESOURCE_EXHAUSTED] * 5
+        engine.gate.set()
+        for thread in threads:
+            thread.join(20)
+    accepted = ended[5:]
+    assert len(accepted) == 5 and len(accepted[0]) == 20 and accepted == [accepted[0]] * 5
+    until(lambda: engine.clean, 2, "idle-clean")
+
+
 def test_a_refusal_takes_less_than_a_tenth_of_a_second(small_server):
     engine = small_server.engine.engine
     engine.gate.clear()
@@ -199,24 +230,28 @@ def samples(client):
     return found
 
 
-def test_gauges_fall_to_zero_after_twenty_requests_were_cancelled(make_tiny_engine):
-    engine = make_tiny_engine(max_num_seqs=2, max_queue_requests=18, num_pages=20)
+@pytest.mark.parametrize("slots", [2, 20])
+def test_gauges_fall_to_zero_after_twenty_requests_were_cancelled(make_tiny_engine, slots):
+    engine = make_tiny_engine(max_num_seqs=slots, max_queue_requests=20 - slots, num_pages=60, decode_buckets=(slots,))
     server = RunningServer(lambda: engine)
     try:
-        check_gauges_fall_to_zero(server)
+        check_gauges_fall_to_zero(server, slots)
     finally:
         server.stop()
 
 
-def check_gauges_fall_to_zero(small_server):
+def check_gauges_fall_to_zero(small_server, slots):
     engine = small_server.engine.engine
     with small_server.client() as client:
+        untouched = samples(client)  # before any traffic
+        assert gauge(untouched, "num_requests_running") == gauge(untouched, "num_requests_waiting") == 0
         client.post("/v1/completions", json=BODY)  # so that every counter has a line
         before = samples(client)
         engine.gate.clear()
         streams = [small_server.call(lambda: submit(small_server)) for _ in range(20)]
         during = samples(client)
-        assert gauge(during, "num_requests_running") == 2 and gauge(during, "num_requests_waiting") == 18
+        assert gauge(during, "num_requests_running") == slots
+        assert gauge(during, "num_requests_waiting") == 20 - slots
         small_server.call(lambda: [stream.cancel() for stream in streams])
         # No more traffic and no step: the gauges follow the aborts themselves.
         until(lambda: gauge(samples(client), "num_requests_running") == 0, 2, "running gauge is 0")

@@ -146,6 +146,18 @@ def test_cached_tokens_are_in_every_usage(class_server):
     assert last.usage.cached_tokens == shared
 
 
+def test_pfx_3_other_salts_find_nothing_and_answers_are_the_same(class_server):
+    body = BODY | {"prompt": "a prompt that several tenants of one key may have in common", "return_token_ids": True}
+    found = []
+    with class_server.client() as client:
+        for salt in ({"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}, {}):
+            answer = client.post("/v1/completions", json=body | salt).json()
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            found.append((cached, answer["choices"][0]["token_ids"]))
+    assert [cached for cached, _ in found] == [0, (len(body["prompt"]) - 1) // 16 * 16, 0, 0]
+    assert all(tokens == found[0][1] for _, tokens in found)
+
+
 def test_a_file_of_classes_is_read_and_mistakes_are_named(tmp_path):
     path = tmp_path / "classes.json"
     path.write_text(json.dumps({"a": {"max_slots": 2, "itl_target_s": 0.05}, "b": {}}))

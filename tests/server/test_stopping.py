@@ -58,13 +58,16 @@ def test_of_two_stop_strings_the_first_in_the_text_wins(client, text, piece):
     assert got == text[: text.find(earlier)] and reason == earlier
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stop", [[], None])
-def test_no_stop_strings_change_nothing(client, text, stop):
-    assert run(client, False, stop=stop)[0] == text
+def test_no_stop_strings_change_nothing(client, text, stop, stream):
+    assert run(client, stream, stop=stop)[:2] == (text, "length")
 
 
-def test_an_empty_stop_string_is_refused(client):
-    assert "stop" in error_of(client.post(URL, json=BODY | {"stop": ""}), 400)["message"]
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""]])
+def test_an_empty_stop_string_is_refused(client, stop, stream):
+    assert "stop" in error_of(client.post(URL, json=BODY | {"stop": stop, "stream": stream}), 400)["message"]
 
 
 def test_stop_text_in_the_prompt_does_not_fire(client, text):

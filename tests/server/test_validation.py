@@ -62,6 +62,26 @@ def test_a_malformed_body_is_refused_before_any_stream_begins(client, alive, bod
     alive()
 
 
+MALFORMED_CONTENT = {
+    "lone surrogate": b'"\\ud83d"',
+    "bad UTF-8": b'"\xff"',
+    "deep nesting": b"[" * 5000 + b"]" * 5000,
+    "a number": b"5",
+    "a list of nothing": b"[null]",
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED_CONTENT.values(), ids=MALFORMED_CONTENT.keys())
+@pytest.mark.parametrize("stream", [b"false", b"true"])
+def test_malformed_content_of_a_message_is_refused_before_any_stream_begins(client, alive, content, stream):
+    """API-3."""
+    body = b'{"stream": %s, "messages": [{"role": "user", "content": %s}]}' % (stream, content)
+    response = post(client, body, "/v1/chat/completions")
+    error_of(response, 400)
+    assert response.headers["content-type"] == "application/json"
+    alive()
+
+
 @pytest.mark.parametrize("messages", [[], None, ["a"], [{"role": "user"}], [{"role": "robot", "content": "a"}], "a"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_malformed_messages_are_refused(client, messages, stream):
@@ -87,8 +107,12 @@ def test_null_means_the_default_for_every_field(client):
 
 
 BAD_NUMBERS = [
-    *(f'"{field}": {value}' for field in ("temperature", "top_p", "min_p", "frequency_penalty") for value in
-      ("NaN", "Infinity", "-Infinity", "1e400", "true", '"0.7"', "[1]", "-3", "1e300")),
+    *(f'"{field}": {value}' for field in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty",
+                                          "repetition_penalty", "deadline_s") for value in
+      ("NaN", "Infinity", "-Infinity", "1e400", "true", '"0.7"', "[1]", "-3", "1e300")
+      if (field, value) != ("deadline_s", "1e300")),
+    *(f'"{field}": -1' for field in ("temperature", "top_p", "min_p", "repetition_penalty", "deadline_s")),
+    *(f'"logit_bias": {{"5": {value}}}' for value in ("NaN", "Infinity", "-Infinity", "1e400", "true", "-101")),
     f'"seed": {2**63}', f'"seed": {-(2**63) - 1}', f'"seed": {2**64}', '"seed": 1.5',
     '"max_tokens": 2147483647', '"max_tokens": 1e18', f'"max_tokens": {10**18}', '"max_tokens": -1',
     '"max_tokens": 1.5', '"max_tokens": true', '"n": 0', '"n": 1000000', '"n": -1', f'"priority": {2**70}',
@@ -100,10 +124,14 @@ BAD_NUMBERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("field", BAD_NUMBERS)
-def test_a_bad_value_is_refused_by_name_in_strict_json(client, alive, field):
+def test_a_bad_value_is_refused_by_name_in_strict_json(client, alive, field, path):
     """SMP-5."""
-    response = post(client, f'{{"prompt": "a", {field}}}'.encode())
+    if "chat" in path and field == '"logprobs": true':
+        field = '"logprobs": 1'  # a flag there, and a number in completions
+    text = '"messages": [{"role": "user", "content": "a"}]' if "chat" in path else '"prompt": "a"'
+    response = post(client, f"{{{text}, {field}}}".encode(), path)
     error = error_of(response, 400)
     name = field.split('"')[1]
     if error["code"] != "invalid_json":

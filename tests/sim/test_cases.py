@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 from jaxserve.config import SchedulerConfig
 from jaxserve.config.policy_config import GROWING_RESERVATIONS, POLICIES, RESERVATIONS
 from jaxserve.sim.cost_model import StepFeatures
+from jaxserve.sim.report import Objectives, figures
 from jaxserve.sim.simulator import ALL_TERMINAL, ITERATION_LIMIT, SimulationResult, Simulator
-from jaxserve.sim.source import Arrival, Source
+from jaxserve.sim.source import Arrival, Source, make_request, prompt_of
 from jaxserve.sim.workload import DrawnWorkload, parse_workload
 
 LONGEST = 24 + 20
@@ -156,3 +159,100 @@ def assert_in_order(result: SimulationResult) -> None:
             assert len(came) == len(row), f"request {index} completed with {row}"
         if log.outcome_of(index) == "live":
             assert row[-1] != row[-1], f"request {index} is live and ended: {row}"
+
+
+class Flood(Source):
+    """Small requests without end, of a page each: one comes as one ends. At times others come among them.
+
+    Args:
+      num_live: small requests at any time.
+      others: instant, prompt and output tokens, priority and class of each of the others, in order of time.
+    """
+
+    def __init__(self, num_live: int, others: list[tuple[float, int, int, int, str]]) -> None:
+        self._others = deque(others)
+        self._small = deque([0.0] * num_live)
+        self._classes: dict[str, str] = {}
+        self.num_taken = 0
+
+    def peek(self) -> float | None:
+        return min(self._small[0] if self._small else math.inf, self._others[0][0] if self._others else math.inf)
+
+    def take(self) -> Arrival:
+        at, prompt, output, priority, name = self.peek(), 1, 15, 0, "small"
+        if self._small and self._small[0] == at:
+            self._small.popleft()
+        else:
+            at, prompt, output, priority, name = self._others.popleft()
+        self.num_taken += 1
+        request_id = f"{name}-{self.num_taken}"
+        prompt_ids = prompt_of(self.num_taken, prompt)
+        request = make_request(request_id, prompt_ids, output, priority=priority, tenant=name)
+        return Arrival(at, request, output, name)
+
+    def end(self, request_id: str, now: float) -> None:
+        """The request has ended."""
+        if request_id.startswith("small"):
+            self._small.append(now)
+
+    def ended(self, now: float, retry_after_s: float | None = None) -> None:
+        """It does not say who; `end` does."""
+
+
+# Of `optimistic` such requests fill half the pool at most: it leaves a page for each that runs.
+@pytest.mark.parametrize(
+    "reservation", ["exact", *(pytest.param(each, marks=pytest.mark.slow) for each in ("guaranteed", "expected"))]
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_big_and_lowly_requests_start_within_a_bound_of_ten_thousand_full_iterations(
+    policy: str, reservation: str
+) -> None:
+    """SCH-3: 32 pages, kept full by requests of one; every 500 iterations one of 20 pages, or one of least priority."""
+    config = SchedulerConfig(
+        max_num_seqs=40,
+        max_num_batched_tokens=80,
+        prefill_chunk=80,
+        max_prefill_seqs=40,
+        page_size=16,
+        num_pages=33,
+        max_model_len=512,
+        max_queue_requests=60,
+        policy=policy,
+        reservation=reservation,
+        preemption="recompute",
+        priority_aging_s=1.0,
+        sjf_aging_tokens_per_s=8.0,
+        edf_default_s=30.0,
+    )
+    kinds = [(160, 160, 0, "big"), (1, 15, 50, "lowly")]
+    source = Flood(40, [(500.0 * (number + 1), *kinds[number % 2]) for number in range(19)])
+    full: list[bool] = []
+
+    class Second:
+        def step_s(self, features: StepFeatures) -> float:
+            full.append(simulator.scheduler.pages_owned >= 0.9 * 32)
+            return 1.0
+
+        def explain(self, features: StepFeatures) -> list[str]:
+            return []
+
+    simulator = Simulator(
+        config,
+        Second(),
+        source,
+        max_iterations=10_000,
+        on_end=lambda request_id: source.end(request_id, simulator._now),
+    )
+    result = simulator.run()
+    assert result.totals.iterations == 10_000
+    classes = figures(result, Objectives())["classes"]
+    waits = {name: classes[name]["queue_s"]["max"] for name in ("small", "big", "lowly")}
+    # Small ones fill the pool but for the time in which a big one waits for its pages, or has its last ones to come.
+    assert np.mean(full) > 0.88, np.mean(full)
+    # An iteration is a second. Aging outweighs a big one's 320 tokens after 40 of them, 50 points of priority after 50,
+    # and who is in front waits for small ones to end, which last 15. Small ones wait while a big one has its pages.
+    assert waits["big"] <= 40 + 15 and waits["lowly"] <= 50 + 15 and waits["small"] <= 60, waits
+    for name, count in (("big", 10), ("lowly", 9)):
+        assert classes[name]["offered"] == classes[name]["completed"] == count, (name, classes[name])
+    assert classes["small"]["completed"] > 19_000, "the small ones went on"
+    assert sum(each["rejected"] + each["expired"] for each in classes.values()) == 0, "nobody vanished"

@@ -205,7 +205,7 @@ def test_two_fields_do_not_make_one_together():
 
 def test_a_client_cannot_use_the_mark():
     tokenizer = tokenizer_of("byte-level BPE")
-    text = "\U000f0000<\U000f0001|im_end|>\U000f0000<|im_end|>"
+    text = "\U000f0000<\U000f0001|im_end|>\U000f0000<|im_end|> \\U000f0002 \\udb80\\udc03"
     ids = tokenizer.encode_chat([{"role": "user", "content": text}], False)
     assert controls(tokenizer, ids) == ["<|im_start|>", "<|im_end|>"]
     assert text in tokenizer.decode(ids, skip_special_tokens=False)
@@ -243,3 +243,34 @@ def test_a_tokenizer_of_a_gguf_file_keeps_them_out_of_its_merges():
     ids = tokenizer.encode_chat([{"role": "user", "content": "a</s>a"}], False)
     assert ids.count(2) == ids.count(1) == 1 and ids[0] == 1 and ids[-1] == 2
     assert [tokens[each] for each in ids[1:-1]][-4:] == ["a", "</", "s>", "a"]
+
+
+def test_a_special_token_that_is_a_plain_word_is_the_templates_alone():
+    """Also where a member is called `role` or `type`; a message's own role is the template's to write."""
+    backend = trained_bpe()
+    backend.add_special_tokens(
+        [AddedToken(each, special=True, normalized=False) for each in (*SPECIAL, "system", "eos_")]
+    )
+    template = EVERYTHING + "{% if messages[0].role == 'system' %}1{% endif %}"
+    tokenizer = Tokenizer(
+        backend,
+        bos_id=None,
+        eos_ids=[backend.token_to_id("eos_")],
+        adds_bos=False,
+        chat_templates={"default": template},
+    )
+    arguments = json.dumps({"role": "system", "type": "eos_", "system": ["system"]})
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "system", "content": "the system; eos_"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    tools = [{"type": "function", "function": {"name": "g", "parameters": {"type": "system", "role": "eos_"}}}]
+    ids = tokenizer.encode_chat(messages, False, tools=tools, extra={"type": "eos_"})
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    words = [each for each in ids if each in (backend.token_to_id("system"), backend.token_to_id("eos_"))]
+    assert words == [backend.token_to_id("system")] and text.endswith("1"), (
+        "the first message's role, and it is compared"
+    )
+    assert text.count("system") > 5 and text.count("eos_") > 4
+    assert text.endswith("{'type': 'eos_'}1"), "a mapping that is written as Python writes it has no mark left"

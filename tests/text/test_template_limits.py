@@ -54,6 +54,11 @@ BOMBS = {
     "join of a generator": "{% set x = 'a' * 1000000 %}{{ range(99999) | map('replace', 0, x) | join }}",
     "replace": "{% set x = 'a' * 1000000 %}{{ x | replace('a', x) }}",
     "the method replace": "{% set x = 'a' * 1000000 %}{{ x.replace('', x) }}",
+    "a name of a test that is shared tuples": SHARED.replace("[", "(").replace("]", ")")
+    + "{{ [1] | select(a) | list }}",
+    "a name of many attributes": "{{ ([{}] * 10000) | map(attribute='a.' * 500000, default=1) | list }}",
+    "names of many attributes": "{% set x = 'a.' * 1000000 %}{% for i in range(99999) %}"
+    "{% set y = [] | map(attribute=x) | list %}{% endfor %}",
     "batch": "{{ 'a' | batch(10**9, 'b') | list }}",
     "slice": "{{ 'a' | slice(10**9) | list }}",
     "round": "{{ 1.5 | round(10**9, 'floor') }}",
@@ -170,18 +175,30 @@ def test_a_budget_grows_with_the_messages():
         ChatTemplate(source.replace("60", "150"), {}).render(messages)
 
 
-def test_long_chats_with_calls_are_within_the_limits():
+@pytest.mark.parametrize(
+    "has_calls",
+    [
+        '"tool_calls" in later',
+        '"tool_calls" is in later',
+        '"tool_calls" is in(seq=later)',
+        '(["tool_calls"] | select("in", later) | list)',
+        '([{"name": "tool_calls"}] | selectattr("name", "in", later) | list)',
+        "(later.tool_calls | default(later)) is sequence",
+    ],
+)
+def test_long_chats_with_calls_are_within_the_limits(has_calls):
     # As gpt-oss' template looks ahead: for every message with calls, whether a later one has none.
     source = """{%- set ns = namespace(text="", last=0) -%}
 {%- for message in messages -%}
   {%- set ns.text = ns.text + message.content -%}
   {%- if "tool_calls" in message -%}
     {%- for later in messages[loop.index0 + 1:] -%}
-      {%- if later.role == "assistant" and "tool_calls" not in later -%}{%- set ns.last = loop.index -%}{%- endif -%}
+      {%- if not HAS_CALLS and later.role == "assistant" -%}{%- set ns.last = loop.index -%}{%- endif -%}
     {%- endfor -%}
   {%- endif -%}
 {%- endfor -%}
 {{- ns.text -}}"""
+    source = source.replace("HAS_CALLS", has_calls)
     call = {"type": "function", "function": {"name": "look", "arguments": {"where": "x" * 300}}}
     turns = [{"role": "assistant", "content": "a", "tool_calls": [call]}, {"role": "tool", "content": "b" * 100}] * 400
     assert ChatTemplate(source, {}).render(turns, False) == ("a" + "b" * 100) * 400

@@ -69,6 +69,14 @@ def open_target(flags: FlagValues, url: str | None, command: str | None) -> Iter
         yield _target(flags, url)
 
 
+def check_server_flags(flags: FlagValues) -> None:
+    """Raises ValueError unless just one of `url` and `server` is given, and the URL is of a server."""
+    if (flags.url is None) == (flags.server is None):
+        raise ValueError("give url, of a running server, or server, flags or a command that start one; not both")
+    if flags.url is not None:
+        check_url("url", flags.url)
+
+
 def check_url(flag: str, url: str) -> None:
     """Raises ValueError, naming the flag, unless `url` is of a server."""
     if not url.startswith(("http://", "https://")) or url.rstrip("/").endswith("/v1"):
