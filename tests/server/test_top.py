@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -21,6 +22,11 @@ def top(*words):
     file = io.StringIO()
     status = main(["prog", "--once", "--interval_s=0.1", *words], Console(file=file, width=140))
     return status, file.getvalue()
+
+
+def replace_sleep(monkeypatch, sleep):
+    """Of the view alone: `time.sleep` itself is called by threads of other tests' servers, too."""
+    monkeypatch.setattr("jaxserve.top.__main__.time", SimpleNamespace(sleep=sleep))
 
 
 def test_a_frame_shows_slots_queue_pages_and_latencies(server, client):
@@ -85,7 +91,7 @@ def test_the_live_view_ends_quietly_at_ctrl_c(fake_server, monkeypatch):
         if (what := next(rounds)) is not None:
             raise what
 
-    monkeypatch.setattr("jaxserve.top.__main__.time.sleep", sleep)
+    replace_sleep(monkeypatch, sleep)
     file = io.StringIO()
     assert main(["prog", f"--url={fake_server.url}"], Console(file=file, width=100)) == 0
     assert "Latency, last" in file.getvalue()
@@ -101,7 +107,7 @@ def test_while_a_server_is_away_the_last_frame_stays_with_the_reason(fake_server
         if what is not None:
             what()
 
-    monkeypatch.setattr("jaxserve.top.__main__.time.sleep", sleep)
+    replace_sleep(monkeypatch, sleep)
     file = io.StringIO()
     assert main(["prog", f"--url={fake_server.url}"], Console(file=file, width=100)) == 0
     assert "is not ready: the engine stopped" in file.getvalue()
