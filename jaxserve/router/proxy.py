@@ -112,6 +112,7 @@ class ProxiedResponse(Response):
             exchange.cancel()
             await asyncio.wait((exchange, watcher))
         if gone:
+            watcher.result()
             self._pool.metrics.gone.inc()
         elif exchange.cancelled():
             assert self._cut is not None, "an exchange was cancelled by nobody"

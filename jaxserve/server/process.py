@@ -10,9 +10,10 @@ import resource
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from jaxserve.server.engine_api import EngineApi
+if TYPE_CHECKING:  # it loads numpy, which the router does without
+    from jaxserve.server.engine_api import EngineApi
 
 STATE_PERIOD_S = 0.02
 
