@@ -8,8 +8,9 @@ for balancers to see it, and until the connections from before are closed, since
 told.
 Then, or at once, new requests get 503 and open ones may finish within the grace period; what is left ends with an error
 frame. A second signal ends the process at once. An HTTP server that ends by itself, which it never should, is as a
-signal, but that the process ends with 1. An engine that dies while it starts ends the process with 1. One that dies later fails what is open; for `DEATH_S` more every probe says so, then the process ends
-with 1, unless it is told to stay (`exit_on_death`).
+signal, but that the process ends with 1. An engine that dies while it starts ends the process with 1. One that dies
+later fails what is open; for `DEATH_S` more every probe says so, then the process ends with 1, unless it is told to
+stay (`exit_on_death`).
 """
 
 from __future__ import annotations
