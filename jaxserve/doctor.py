@@ -12,7 +12,7 @@ from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.diagnoses import Diagnosis, diagnose
 from jaxserve.sim.metrics_summary import summary_of_metrics
-from jaxserve.sim.server_pages import ServerPages, UnreadableServerError
+from jaxserve.sim.server_pages import ServerPages, ServerState, UnreadableServerError
 from jaxserve.sim.spread import Spread
 from jaxserve.sim.summarizer import summarize
 from jaxserve.sim.trace_summary import TraceSummary
@@ -32,9 +32,10 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags("doctor", argv)
     if bool(flags.trace) == bool(flags.url):
         exit_with("give one of --trace and --url: the trace or the server to look at")
+    state: ServerState | None = None
     try:
         if flags.url:
-            summary = _summary_of_server(flags.url, flags.api_key)
+            state, summary = _look_at(ServerPages(flags.url, flags.api_key))
         else:
             summary = summarize(TraceReader(flags.trace), flags.trace)
     except (OSError, ValueError, UnreadableServerError) as error:
@@ -42,14 +43,17 @@ def main(argv: Sequence[str]) -> int:
     diagnoses = diagnose(summary)
     if flags.json:
         report = {"summary": asdict(summary), "diagnoses": [asdict(diagnosis) for diagnosis in diagnoses]}
-        print(json.dumps(report, indent=2))
+        print(json.dumps(({"state": asdict(state)} if state else {}) | report, indent=2))
     else:
+        if state is not None and not state.is_ready:
+            print(f"{flags.url} is {state.text}")
         print("\n".join([*_summary_lines(summary), *(line for d in diagnoses for line in _diagnosis_lines(d))]))
     return 0
 
 
-def _summary_of_server(url: str, api_key: str | None) -> TraceSummary:
-    return summary_of_metrics(ServerPages(url, api_key).get("/metrics").decode("utf-8", "replace"), url)
+def _look_at(pages: ServerPages) -> tuple[ServerState | None, TraceSummary]:
+    """What a server says of its state, and what its metrics come to; they answer in every state."""
+    return pages.state(), summary_of_metrics(pages.get("/metrics").decode("utf-8", "replace"), pages.url)
 
 
 def _summary_lines(summary: TraceSummary) -> list[str]:

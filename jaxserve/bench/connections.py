@@ -123,6 +123,9 @@ async def _phase(
     found = await _all(one, count)
     seconds = time.monotonic() - began
     looking.cancel()
+    (end,) = await asyncio.gather(looking, return_exceptions=True)
+    if isinstance(end, Exception):
+        raise end
     ended = [(number, ids) for number, ids in enumerate(found) if isinstance(ids, list)]
     grown = most["process_resident_memory_bytes"] - before["process_resident_memory_bytes"]
     for error in {repr(each) for each in found if isinstance(each, BaseException)}:

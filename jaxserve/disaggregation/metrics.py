@@ -15,8 +15,9 @@ PULL_FAILURES = (
 """Why a prompt was not computed by a prefill server that was asked."""
 LOCAL_REASONS = ("short", "cached", "scores", "busy", "no_space", *PULL_FAILURES, "no_worker")
 """Why a decode server computed a prompt itself."""
-REFUSALS = ("busy", "layout", "token", "protocol", "invalid", "engine", "draining")
-"""Why a prefill server refused a pull; `engine`: the engine did, by its queue's bounds or for its adapter."""
+REFUSALS = ("busy", "layout", "token", "protocol", "invalid", "engine", "draining", "failed")
+"""Why a prefill server refused a pull; `engine`: the engine did, by its queue's bounds or for its adapter; `failed`: it
+could not for an error of its own, which its log has."""
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 

@@ -179,6 +179,10 @@ class PrefillServer:
             _tell(channel, {"reason": "protocol", "message": str(error)})
         except OSError:
             pass  # whoever it was may come again; the export waits
+        except Exception:
+            logging.exception("a prompt could not be computed for a decode server")
+            self._metrics.refused("failed")
+            _tell(channel, {"reason": "failed", "message": "the prefill server failed; its log has the cause"})
         finally:
             channel.close()
             self._connections.release()

@@ -81,7 +81,14 @@ class StepRecovery:
           Exception: the error of the step, if it is not to be tried again; or of the recovery, from the step's.
         """
         error = failure.error
-        if not self.alone or isinstance(error, _NOT_RETRIED):
+        if isinstance(error, _NOT_RETRIED):
+            raise error
+        if not self.alone:
+            logging.error(
+                "the %s of a step failed; an engine of several processes does not go on from that: all of them end, and"
+                " must be started again",
+                failure.where,
+            )
             raise error
         no_memory = is_out_of_memory(error)
         self._metrics.step_failed("out_of_memory" if no_memory else "error")

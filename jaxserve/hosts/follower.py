@@ -165,6 +165,9 @@ class Follower:
                     return
         except HostLostError as error:
             self._lose(error)
+        except Exception as error:
+            log.exception("what the leader sent cannot be taken in")
+            self._lose(HostLostError(f"what the leader (process 0) sent cannot be taken in: {error!r}"))
 
     def _hear(self) -> None:
         self._heard_at = self._pulse.now

@@ -281,6 +281,9 @@ class Followers:
                     raise HostLostError(f"process {follower.process_id} sent a frame of kind {kind}")
         except HostLostError as error:
             self.lose(error)
+        except Exception as error:
+            log.exception("what process %d sent cannot be taken in", follower.process_id)
+            self.lose(HostLostError(f"what process {follower.process_id} sent cannot be taken in: {error!r}"))
         finally:
             follower.channel.close()
 

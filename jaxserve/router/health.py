@@ -24,7 +24,7 @@ _DOWN_INTERVAL_S = 0.25
 
 
 class HealthChecker:
-    """Probes every replica until it is cancelled."""
+    """Probes every replica until it is cancelled. A probe that fails in itself counts as one without an answer."""
 
     def __init__(self, pool: ReplicaPool, upstream: Upstream, settings: HealthSettings) -> None:
         self._pool = pool
@@ -39,9 +39,17 @@ class HealthChecker:
                 group.create_task(self._watch(replica))
 
     async def _watch(self, replica: Replica) -> None:
+        is_told = False
         while True:
             replica.probe_now.clear()
-            await self.probe(replica)
+            try:
+                await self.probe(replica)
+                is_told = False
+            except Exception as error:
+                if not is_told:
+                    log.exception("replica %s could not be probed; this is tried again", replica.name)
+                is_told = True
+                self._pool.unanswered(replica, error)
             down = replica not in self._pool.in_rotation
             wait_s = min(self._settings.interval_s, _DOWN_INTERVAL_S) if down else self._settings.interval_s
             with contextlib.suppress(TimeoutError):

@@ -42,7 +42,9 @@ MAX_HELD_BYTES = 1 << 20
 OVERLOADED, UNAVAILABLE = 429, 503
 _FAULTS = frozenset((500, 502))
 """Statuses that count against the replica; others say something of the request."""
-_NOT_SERVING = frozenset(("not_ready", "draining", "stopped", "engine_dead", "engine_stuck", "dead"))
+_NOT_SERVING = frozenset(
+    ("not_ready", "loading", "warming_up", "draining", "stopped", "engine_dead", "engine_stuck", "dead")
+)
 """Codes of a 503 that hold for every request; others hold for the one that was asked."""
 RETRY_AFTER_S = 2.0
 """Told where no replica is in rotation, or one was lost."""
@@ -112,6 +114,7 @@ class ProxiedResponse(Response):
             exchange.cancel()
             await asyncio.wait((exchange, watcher))
         if gone:
+            watcher.result()
             self._pool.metrics.gone.inc()
         elif exchange.cancelled():
             assert self._cut is not None, "an exchange was cancelled by nobody"

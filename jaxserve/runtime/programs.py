@@ -260,22 +260,28 @@ class ProgramTable:
             }
             waiting |= {threads.submit(self._measured_or_compiled_loop, b, num_pages): (b,) for b in loops}
             waiting |= {threads.submit(self.compile_sampler, count): count for count in rows}
-            for done, future in enumerate(as_completed(waiting), start=before + 1):
-                what, program = waiting[future], future.result()
-                if isinstance(what, int):
-                    name = f"sampler of {what} rows"
-                    self._samplers[what] = program
-                elif isinstance(what, tuple):
-                    name = f"decode loop of {what[0].name}"
-                    _check_in_place(f"the {name}", program, pool)
-                    self._loops[what[0]] = program
-                else:
-                    name = what.name
-                    _check_in_place(f"the step of bucket {name}", program, pool)
-                    self._steps[what] = program
-                if progress:
-                    progress(done, total, name)
+            try:
+                for done, future in enumerate(as_completed(waiting), start=before + 1):
+                    name = self._keep(waiting[future], future.result(), pool)
+                    if progress:
+                        progress(done, total, name)
+            finally:  # after an error, what has not begun is not waited for
+                threads.shutdown(wait=False, cancel_futures=True)
         self._measured, self._measured_loops = {}, {}
+
+    def _keep(self, what: Bucket | int | tuple[Bucket], program: Any, pool: Any) -> str:
+        """Takes in a compiled step, sampler (by its rows) or decode loop (a tuple); what it is called."""
+        if isinstance(what, int):
+            self._samplers[what] = program
+            return f"sampler of {what} rows"
+        if isinstance(what, tuple):
+            name = f"decode loop of {what[0].name}"
+            _check_in_place(f"the {name}", program, pool)
+            self._loops[what[0]] = program
+            return name
+        _check_in_place(f"the step of bucket {what.name}", program, pool)
+        self._steps[what] = program
+        return what.name
 
     def _measured_or_compiled_loop(self, bucket: Bucket, num_pages: int) -> Any:
         return self._measured_loops.get((bucket, num_pages)) or self.compile_loop(bucket, num_pages)

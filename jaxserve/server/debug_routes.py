@@ -107,7 +107,7 @@ def _shown_iteration(view: IterationView, now: float) -> dict[str, Any]:
 def _check_operator(service: GenerationService, request: Request) -> None:
     """Raises ApiError 403 for a tenant's key, 503 unless there is an engine to look at."""
     check_operator(request.scope, "this shows the requests of every tenant")
-    if service.engine.state != "draining":
+    if service.health.state != "draining":
         service.check_ready()
 
 

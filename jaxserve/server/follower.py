@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import threading
 from typing import Any
 
@@ -65,7 +66,7 @@ def follow_leader(config: EngineConfig, settings: ServerSettings, log_format: st
     server = uvicorn.Server(http_config(_probes(follower), settings.tls, settings.limits))
     scheme = "http" if settings.tls is None else "https"
     log.info("probes at %s://%s", scheme, address(settings.host, http_socket.getsockname()[1]))
-    threading.Thread(target=server.run, args=([http_socket],), name="probes", daemon=True).start()
+    threading.Thread(target=_serve_probes, args=(server, http_socket), name="probes", daemon=True).start()
     try:
         follower.run()
     except Exception as error:
@@ -74,6 +75,14 @@ def follow_leader(config: EngineConfig, settings: ServerSettings, log_format: st
         flush_and_exit(1)
     log.info("the leader has stopped")
     return 0
+
+
+def _serve_probes(server: uvicorn.Server, http_socket: socket.socket) -> None:
+    """Until the process ends. Without probes it goes on: whoever looks at them decides."""
+    try:
+        server.run([http_socket])
+    finally:
+        log.error("the probes are not answered any more")
 
 
 def _probes(follower: EngineFollower) -> FastAPI:

@@ -1,13 +1,4 @@
-"""What every probe says of an engine's state: one table for HTTP, gRPC and the exit status.
-
-state          /health   /ready   gRPC          requests
-loading        200       503      NOT_SERVING   503 loading
-warming_up     200       503      NOT_SERVING   503 warming_up
-ready          200       200      SERVING       taken
-stuck          503       503      NOT_SERVING   503 engine_stuck; open ones have failed, while it drains too
-draining       200       503      NOT_SERVING   503 draining; open ones go on
-stopped        503       503      NOT_SERVING   503 engine_dead
-dead           503       503      NOT_SERVING   503 engine_dead; open ones have failed
+"""What every probe says of an engine's state, over HTTP and gRPC; the table is in docs/reliability.md.
 
 `/health` says whether a supervisor should restart the process, `/ready` whether clients should come.
 """
@@ -29,7 +20,7 @@ class Health:
     Attributes:
       state: the engine's, or "draining" of a server that is about to.
       is_alive, is_ready: what `/health` and `/ready` say.
-      body: JSON members that both have.
+      body: JSON members that both have: the state, and unless it is ready why.
     """
 
     state: str
@@ -49,9 +40,24 @@ def health_of(engine: EngineApi, *, is_leaving: bool = False) -> Health:
         state = "draining"
     is_alive = state in _ALIVE
     body: dict[str, Any] = {"status": "ok" if is_alive else state, "state": state}
-    if state == "stuck":
-        age_s = round(engine.step_age_s, 3)
-        body |= {"reason": f"the engine has work and has made no step for {age_s:.1f} s", "step_age_s": age_s}
+    if state != "ready":
+        body["reason"] = _reason(engine, state, is_leaving and engine.state == "ready")
+    if state in ("stuck", "draining", "dead"):
+        body["step_age_s"] = round(engine.step_age_s, 3)
     if engine.error is not None:
-        body |= {"reason": "the engine died; the server must be restarted", "error": type(engine.error).__name__}
+        body["error"] = type(engine.error).__name__
     return Health(state, is_alive, state == "ready", body)
+
+
+def _reason(engine: EngineApi, state: str, takes_requests: bool) -> str:
+    """Why a server is not ready."""
+    if state == "stuck":
+        return f"the engine has work and has made no step for {engine.step_age_s:.1f} s"
+    if state == "draining":
+        return "the server is about to shut down" if takes_requests else "the server is shutting down"
+    if state == "dead":
+        return "the engine died; the server must be restarted"
+    if state == "stopped":
+        return "the engine has stopped; the server must be restarted"
+    done, total, what = engine.progress
+    return f"the model is not ready: {what} ({done} of {total})"

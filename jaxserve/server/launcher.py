@@ -7,15 +7,17 @@ turns `/ready` to 503 and has answers close their connections, while requests ar
 for balancers to see it, and until the connections from before are closed, since a client that keeps one has not been
 told.
 Then, or at once, new requests get 503 and open ones may finish within the grace period; what is left ends with an error
-frame. A stuck engine has failed them, so the process ends then, with 1. A second signal ends it at once. An engine that
-dies while it starts ends the process with 1. One that dies later fails what is open; for `DEATH_S` more all probes say
-so, then the process ends with 1, unless it is told to stay (`exit_on_death`).
+frame. A stuck engine has failed them, so the process ends then, with 1. A second signal ends it at once. An HTTP server
+that ends by itself, which it never should, is as a signal, but that the process ends with 1. An engine that dies while
+it starts ends the process with 1. One that dies later fails what is open; for `DEATH_S` more every probe says so, then
+the process ends with 1, unless it is told to stay (`exit_on_death`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -39,6 +41,8 @@ from jaxserve.server.tls import TlsFiles
 if TYPE_CHECKING:  # they load jax
     from jaxserve.disaggregation import PrefillServer, RemotePrefill
     from jaxserve.engine import AsyncEngine
+
+log = logging.getLogger("jaxserve.server")
 
 LEAVE_PERIOD_S = 0.1
 FLUSH_S = 5.0
@@ -105,9 +109,10 @@ class Launcher:
         self._settings = settings
         self._display = display
         self._stop = asyncio.Event()
+        self._http_failed = False
 
     async def run(self) -> int:
-        """Serves until a signal, a failed start or the engine's death.
+        """Serves until a signal, a failed start, the engine's death or the end of the HTTP server.
 
         Returns:
           The process's exit status.
@@ -133,6 +138,7 @@ class Launcher:
             )
         )
         http_task = asyncio.create_task(http_server.serve([http_socket]))
+        http_task.add_done_callback(lambda task: self._http_ended(task, http_server))
         await grpc_server.start()
         http_address = address(settings.host, http_socket.getsockname()[1])
         started = await wait_until_ready(self._engine, self._stop)
@@ -171,8 +177,9 @@ class Launcher:
         self._stop_sides()
         self._display.close()
         http_server.should_exit = True
-        await asyncio.gather(http_task, *([grpc_end] if grpc_end else []), grpc_server.stop(FLUSH_S))
-        return max(await self._end_engine(started), 1 if failure else 0)
+        await asyncio.wait([http_task])
+        await asyncio.gather(*([grpc_end] if grpc_end else []), grpc_server.stop(FLUSH_S))
+        return await self._end_engine(started, 1 if failure or self._http_failed else 0)
 
     async def _until_stopped(self) -> None:
         """Until there was a signal, or the engine is dead and that ends the process."""
@@ -225,7 +232,14 @@ class Launcher:
             os._exit(128 + number)
         self._stop.set()
 
-    async def _end_engine(self, started: bool) -> int:
+    def _http_ended(self, task: asyncio.Task[None], http_server: HttpServer) -> None:
+        if not http_server.should_exit or task.exception() is not None:
+            log.error("the HTTP server has ended by itself; the process ends", exc_info=task.exception())
+            self._http_failed = True
+            self._stop.set()
+
+    async def _end_engine(self, started: bool, status: int) -> int:
+        """Ends it; the process's exit status, `status` at least."""
         if self._engine.error is not None and not started:
             self._display.fail(start_error(self._engine.error))
             # The engine's thread has ended by itself, unless another process' end was the cause.
@@ -234,9 +248,10 @@ class Launcher:
             return 1
         if not started:
             # Loading or compiling cannot be interrupted, and nothing of it is worth waiting for.
-            flush_and_exit(0)
+            flush_and_exit(status)
         await asyncio.to_thread(self._engine.shutdown)
-        status = 0 if self._engine.error is None else 1
+        if self._engine.error is not None:
+            status = 1
         if _engine_runs():
             flush_and_exit(status)
         return status

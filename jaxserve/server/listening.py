@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import resource
 import socket
+from typing import Any
 
 import uvicorn
+
+_CLOSE = (b"connection", b"close")
 
 
 class HttpServer(uvicorn.Server):
@@ -14,23 +17,28 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._kept: set[object] = set()
+        self._kept: set[Any] = set()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)
 
     def close_after_answers(self) -> None:
         """From now on every answer closes its connection and says so, so that clients go elsewhere for the next."""
-        header = (b"connection", b"close")
         # The second is made anew of the first once a second, to renew the date.
-        self.config.encoded_headers.append(header)
-        self.server_state.default_headers = [*self.server_state.default_headers, header]
+        self.config.encoded_headers.append(_CLOSE)
+        self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
         self._kept = set(self.server_state.connections)
 
     @property
     def num_kept(self) -> int:
-        """Connections from before `close_after_answers` that are still open: their clients may not know of it."""
-        return len(self._kept & self.server_state.connections)
+        """Connections from before `close_after_answers` that are still open and whose clients do not know of it."""
+        return sum(not _is_told(each) for each in self._kept & self.server_state.connections)
+
+
+def _is_told(connection: Any) -> bool:
+    """Whether an answer that has begun says that its connection closes, so that no further request comes on it."""
+    cycle = connection.cycle
+    return cycle is not None and cycle.response_started and _CLOSE in cycle.default_headers
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import threading
 from typing import Any
 
 import orjson
@@ -43,15 +44,24 @@ class JsonFormatter(logging.Formatter):
 def set_log_format(log_format: str) -> None:
     """Sets the format of every record of the process, warnings included; call it before jax is imported.
 
+    A thread that ends by an exception is a record too.
+
     Args:
       log_format: "text" or "json".
     """
+    threading.excepthook = _log_end_of_thread
     if log_format == "text":
         return
     for name, value in _QUIET_NATIVE.items():
         os.environ.setdefault(name, value)
     absl_logging.get_absl_handler().setFormatter(JsonFormatter())
     logging.captureWarnings(True)
+
+
+def _log_end_of_thread(about: threading.ExceptHookArgs) -> None:
+    if about.exc_value is not None and not isinstance(about.exc_value, SystemExit):
+        name = "one" if about.thread is None else about.thread.name
+        logging.getLogger("jaxserve").error("the thread %r has ended", name, exc_info=about.exc_value)
 
 
 class LogLines:

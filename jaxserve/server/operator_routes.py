@@ -45,8 +45,9 @@ def add_probes(app: FastAPI, service: GenerationService, settings: HttpSettings)
         body = {"ready": health.is_ready} | {name: value for name, value in health.body.items() if name != "status"}
         if health.is_ready:
             return JsonResponse(body)
-        done, total, what = engine.progress
-        body["progress"] = {"done": done, "total": total, "what": what}
+        if health.state in ("loading", "warming_up"):
+            done, total, what = engine.progress
+            body["progress"] = {"done": done, "total": total, "what": what}
         return JsonResponse(body, 503, {"Retry-After": "5"})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=_METRICS)
@@ -89,7 +90,7 @@ def add_operator_routes(app: FastAPI, service: GenerationService, settings: Http
 
 def _load(service: GenerationService) -> dict[str, Any]:
     """vLLM's `server_load`, and what it is made of under the names of the metrics."""
-    if service.engine.state != "draining":
+    if service.health.state != "draining":
         service.check_ready()
     load = service.engine.load
     return {

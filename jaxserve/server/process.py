@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from jaxserve.server.engine_api import EngineApi
+if TYPE_CHECKING:  # it loads numpy, which the router does without
+    from jaxserve.server.engine_api import EngineApi
 
 STATE_PERIOD_S = 0.02
 FLUSH_S = 1.0

@@ -85,8 +85,7 @@ class EventStreamResponse(Response):
             sent_all = sender.done()
             sender.cancel()
             await asyncio.wait((sender, watcher))
-        if sent_all:
-            sender.result()
+        (sender if sent_all else watcher).result()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -129,6 +128,7 @@ async def collect_all(request: Request, streams: Sequence[StreamApi]) -> list[Re
         await asyncio.wait((work, watcher), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
+        watcher.result()
         raise ClientGoneError
     finally:
         cancel_all(streams)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from http.client import HTTPException
 
 
@@ -14,6 +15,31 @@ class UnreadableServerError(Exception):
 
 class ForbiddenError(UnreadableServerError):
     """The key is right and does not open this."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """What a server's `/ready` says.
+
+    Attributes:
+      state: of docs/reliability.md, "Health in every state".
+      is_ready: it takes requests.
+      reason: why it is not, in words; "": it is, or does not say.
+      step_age_s: since the engine's last step, while it has or had work; None: not told.
+    """
+
+    state: str
+    is_ready: bool
+    reason: str = ""
+    step_age_s: float | None = None
+
+    @property
+    def text(self) -> str:
+        """State, reason and age in one line."""
+        parts = [f"{self.state}: {self.reason}" if self.reason else self.state]
+        if self.step_age_s and self.state != "stuck":  # whose reason has it
+            parts.append(f"the last step was {self.step_age_s:.1f} s ago")
+        return "; ".join(parts)
 
 
 class ServerPages:
@@ -44,15 +70,39 @@ class ServerPages:
           ForbiddenError: the key does not open this page.
           UnreadableServerError: there is no answer, it is no 200, or the server wants a key, or another.
         """
+        status, body = self._ask(path)
+        if status == 200:
+            return body
+        state = self.state() if status == 503 else None
+        if state is not None and not state.is_ready:
+            raise UnreadableServerError(f"{self.url} is {state.text}")
+        raise _told(self.url + path, status, _message(body))
+
+    def state(self) -> ServerState | None:
+        """What the server says of itself; None where what answers has no such page.
+
+        Raises:
+          UnreadableServerError: there is no answer, or the server wants a key, or another.
+        """
+        status, body = self._ask("/ready")
+        if status in (401, 403):
+            raise _told(f"{self.url}/ready", status, _message(body))
+        return _read_state(body) if status in (200, 503) else None
+
+    def _ask(self, path: str) -> tuple[int, bytes]:
+        """Status and body.
+
+        Raises:
+          UnreadableServerError: there is no answer.
+        """
         address = self.url + path
         try:
             request = urllib.request.Request(address, headers=self._headers)
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                body: bytes = answer.read()
-                return body
+                return answer.status, answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                raise _told(address, error.code, _message(error.read())) from error
+                return error.code, error.read()
         except (OSError, HTTPException, ValueError) as error:  # ValueError: of an address with a mistake
             reason = getattr(error, "reason", error)
             raise UnreadableServerError(
@@ -71,6 +121,17 @@ def _told(address: str, status: int, message: str) -> UnreadableServerError:
         case 503:
             return UnreadableServerError(f"{address} is not ready: {message}")
     return UnreadableServerError(f"{address} answers {status}; it must answer 200; is it a jaxserve server?")
+
+
+def _read_state(body: bytes) -> ServerState | None:
+    try:
+        told = json.loads(body)
+        age_s = told.get("step_age_s")
+        is_ready = bool(told["ready"])
+        reason = "" if is_ready else str(told.get("reason", ""))
+        return ServerState(str(told["state"]), is_ready, reason, None if age_s is None else float(age_s))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _message(body: bytes) -> str:

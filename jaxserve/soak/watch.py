@@ -45,6 +45,9 @@ class Answer(dict[str, Any]):
         raise LackingError(f"the answer has no {key}, only {', '.join(self) or 'nothing'}"[:300])
 
 
+_UNANSWERED = (aiohttp.ClientError, OSError, LackingError, json.JSONDecodeError)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What is tolerated.

@@ -39,9 +39,12 @@ def frame(url: str, now: Sample, before: Sample, window: Sample | None) -> Rende
 
 
 def _title(url: str, now: Sample) -> Text:
-    if now.state is None:
-        return Text(url, style="bold")
-    return Text.assemble((now.state["model"], "bold"), f"  {now.state['state']}  {url}")
+    state = "" if now.told is None else now.told.state
+    model = "" if now.state is None else now.state["model"]
+    title = Text.assemble((f"{model}  {state}  ".lstrip(), "bold"), url)
+    if now.told is not None and not now.told.is_ready:
+        title.append(f"\n{now.told.text}", style="bold yellow")
+    return title
 
 
 def _figures(now: Sample, before: Sample) -> Table:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.sim.metric_samples import MetricSamples
-from jaxserve.sim.server_pages import ForbiddenError, ServerPages, UnreadableServerError
+from jaxserve.sim.server_pages import ForbiddenError, ServerPages, ServerState, UnreadableServerError
 
 TIMEOUT_S = 5.0
 ITERATIONS = 48
@@ -21,10 +21,12 @@ class Sample:
 
     Attributes:
       at: instant of the reading, monotonic.
+      told: of /ready; None of a server without it.
       state: of /debug/state; None where `hidden` says why it is not shown.
     """
 
     at: float
+    told: ServerState | None
     metrics: MetricSamples
     load: dict[str, Any]
     state: dict[str, Any] | None
@@ -50,8 +52,12 @@ class ServerReader:
         """A sample now.
 
         Raises:
-          UnreadableServerError: there is no answer, it is not ready, the key is wrong, or it is another program.
+          UnreadableServerError: there is no answer, it neither is ready nor drains, the key is wrong, or it is no such
+            server.
         """
+        told = self._pages.state()
+        if told is not None and not told.is_ready and told.state != "draining":
+            raise UnreadableServerError(f"{self.url} is {told.text}")
         metrics = MetricSamples(self._pages.get("/metrics").decode("utf-8", "replace"))
         load = self._json("/load")
         if metrics.empty or not isinstance(load, dict):
@@ -61,7 +67,7 @@ class ServerReader:
             state = self._json(f"/debug/state?iterations={ITERATIONS}")
         except ForbiddenError as error:
             hidden = str(error)
-        return Sample(time.monotonic(), metrics, load, state, hidden)
+        return Sample(time.monotonic(), told, metrics, load, state, hidden)
 
     def _json(self, path: str) -> Any:
         try:

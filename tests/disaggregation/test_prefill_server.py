@@ -249,3 +249,19 @@ def test_an_acknowledgement_of_what_was_not_sent_is_refused(pair: Pair) -> None:
         channel.read(size)
     assert "block 77 is acknowledged" in fields["message"]
     channel.close()
+
+
+def test_an_error_of_its_own_is_told_and_logged(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*of: Any) -> None:
+        raise ZeroDivisionError("of a pull")
+
+    monkeypatch.setattr(pair.server, "_answer", fails)
+    refused = pair.prefill_count("kv_export_refused_total", reason="failed")
+    with pytest.raises(PullError, match=r"refused \(failed\): the prefill server failed; its log") as caught:
+        pull_raw(pair, prompts(12, (40,))[0])
+    assert caught.value.reason == "refused"
+    assert pair.prefill_count("kv_export_refused_total", reason="failed") == refused + 1
+    assert any(each.exc_info and each.exc_info[0] is ZeroDivisionError for each in caplog.records)
+    until(lambda: pair.server._connections._value == prefill_server.MAX_CONNECTIONS, 10, "every place is free")

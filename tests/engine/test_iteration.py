@@ -215,13 +215,15 @@ def test_what_is_in_flight_of_an_aborted_request_is_dropped_though_its_id_and_sl
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_step_that_cannot_be_started_loses_no_token_of_those_before_it(overlap):
+def test_a_step_that_cannot_be_started_loses_no_token_of_those_before_it(overlap, caplog):
     loop = Loop(1, 2, 3, overlap=overlap, alone=False)
     loop.add("a", max_tokens=3)
     loop.device.fault_at = 2
     with pytest.raises(RuntimeError, match="no memory"):
         loop.run()
     assert loop.outputs["a"] == [([1], None), ([2], None)]
+    (said,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert said.startswith("the dispatch of a step failed; an engine of several processes does not go on from that")
 
 
 def test_land_takes_in_what_is_in_flight_and_starts_nothing():

@@ -91,3 +91,14 @@ def test_arrays_go_in_pieces_of_any_size(monkeypatch):
     assert about == {"place": 2}
     for one, other in zip(found, arrays, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_what_the_leader_sends_and_cannot_be_taken_in_is_its_loss_with_the_cause(make_pair, monkeypatch):
+    pair = make_pair(20.0)
+
+    def fails(frame):
+        raise ZeroDivisionError("of a frame")
+
+    monkeypatch.setattr(pair.follower._frames, "put", fails)
+    pair.channel.send(Kind.DECISION, b"{}")
+    assert pair.until_lost() == "what the leader (process 0) sent cannot be taken in: ZeroDivisionError('of a frame')"

@@ -250,3 +250,15 @@ def test_a_step_that_does_not_end_is_a_loss_though_the_process_lives(make_party)
         time.sleep(0.05)
         assert time.monotonic() < end
     assert party.until_lost() == "process 1 has not ended iteration 7 within 1 s (host_timeout_s)"
+
+
+def test_what_a_follower_sends_and_cannot_be_taken_in_is_a_loss_with_its_cause(make_party, monkeypatch, caplog):
+    party = make_party()
+
+    def fails(*digest):
+        raise ZeroDivisionError("of a digest")
+
+    monkeypatch.setattr(party.leader, "_take_digest", fails)
+    party.channels[1].send(Kind.DIGEST, write_digest(0, SAME))
+    assert party.until_lost() == "what process 2 sent cannot be taken in: ZeroDivisionError('of a digest')"
+    assert any(each.exc_info and each.exc_info[0] is ZeroDivisionError for each in caplog.records)

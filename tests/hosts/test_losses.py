@@ -10,6 +10,7 @@ import time
 import httpx
 import pytest
 
+from jaxserve.server.launcher import LAST_EXIT_S
 from tests.hosts.processes import as_flags, free_ports
 
 pytestmark = pytest.mark.slow
@@ -32,14 +33,26 @@ SETTINGS = dict(
 
 
 class Server:
-    """Two processes; `url` is the leader's."""
+    """Two processes, or more; `url` is the leader's.
 
-    def __init__(self, processes, model, cache):
+    Attributes:
+      follower: process 1; more: those after it, which are named follower2 and so on.
+    """
+
+    def __init__(self, processes, model, cache, num_processes=2, faults=None, exit_on_death=True):
         flags = as_flags(
-            SETTINGS | {"model": model, "coordinator_address": f"127.0.0.1:{free_ports()}", "compile_cache": str(cache)}
+            SETTINGS
+            | {"model": model, "coordinator_address": f"127.0.0.1:{free_ports()}", "compile_cache": str(cache)}
+            | {"num_processes": num_processes, "tensor_parallel_size": num_processes, "exit_on_death": exit_on_death}
         )
         self.follower = processes.start("follower", "jaxserve.server", "--process_id=1", *flags)
-        self.leader = processes.start("leader", "jaxserve.server", "--process_id=0", *flags)
+        self.more = [
+            processes.start(f"follower{number}", "jaxserve.server", f"--process_id={number}", *flags)
+            for number in range(2, num_processes)
+        ]
+        allowed = {"JAXSERVE_ALLOW_FAULTS": "1"} if faults else {}
+        flags += [f"--fault_plan={faults}"] if faults else []
+        self.leader = processes.start("leader", "jaxserve.server", "--process_id=0", *flags, **allowed)
         line = processes.until_logged("leader", "jaxserve ready", 200)
         self.url = f"http://{line.split('http=')[1].split()[0]}"
         self.events = []
@@ -78,12 +91,19 @@ class Server:
 
 
 @pytest.fixture
-def server(processes, tiny_model_dir, tmp_path_factory):
-    return Server(processes, tiny_model_dir, tmp_path_factory.getbasetemp() / "hosts_xla")
+def start(processes, tiny_model_dir, tmp_path_factory):
+    """`start(...)`: a `Server` that is ready."""
+    return lambda **how: Server(processes, tiny_model_dir, tmp_path_factory.getbasetemp() / "hosts_xla", **how)
+
+
+@pytest.fixture
+def server(start):
+    return start()
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_lost_follower_ends_streams_with_errors_and_health_says_so(server, processes, how):
+def test_a_lost_follower_ends_streams_with_errors_and_health_says_so(start, processes, how):
+    server = start(exit_on_death=False)  # so that there is time to look
     server.stream()
     began = time.monotonic()
     server.follower.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
@@ -97,11 +117,38 @@ def test_a_lost_follower_ends_streams_with_errors_and_health_says_so(server, pro
     said = "process 1 is gone" if how == "killed" else "process 1 gave no sign of life for 3 s"
     assert said in processes.log("leader") or "process 1 has not ended iteration" in processes.log("leader")
     server.leader.send_signal(signal.SIGTERM)
-    assert processes.wait("leader", 20) != 0
+    assert processes.wait("leader", 20) == 1
     if how == "stopped":
         server.follower.send_signal(signal.SIGCONT)
         assert processes.wait("follower", 20) == 1
         assert "the leader (process 0)" in processes.log("follower")
+
+
+@pytest.mark.parametrize("killed", ["leader", "follower"])
+def test_a_killed_process_ends_all_others_with_status_1(start, processes, killed):
+    server = start(num_processes=3)
+    server.stream()
+    began = time.monotonic()
+    os.kill((server.leader if killed == "leader" else server.follower).pid, signal.SIGKILL)
+    others = ["follower2", "follower" if killed == "leader" else "leader"]
+    for name in others:
+        left = (5 if name.startswith("follower") else LAST_EXIT_S + 5) - (time.monotonic() - began)
+        assert processes.wait(name, max(left, 0.1)) == 1, processes.log(name)[-2000:]
+        print(f"{killed} killed: {name} has ended after {time.monotonic() - began:.2f} s")
+    reason = "the leader (process 0) is gone" if killed == "leader" else "process 1 is gone"
+    assert all(reason in processes.log(name) for name in others)
+
+
+def test_a_step_that_fails_ends_all_processes_and_the_log_says_why(start, processes, tmp_path):
+    plan = tmp_path / "faults.json"
+    plan.write_text(json.dumps([{"at": "runner.dispatch", "do": "raise", "skip": 20}]))
+    server = start(faults=plan)
+    server.stream()
+    error = server.end_of_stream()["error"]
+    assert error["code"] == "engine_dead" and "InjectedFault" in error["message"]
+    assert processes.wait("leader", LAST_EXIT_S + 5) == 1
+    assert processes.wait("follower", 5) == 1
+    assert "an engine of several processes does not go on from that" in processes.log("leader")
 
 
 def test_a_lost_leader_ends_its_follower(server, processes):

@@ -246,3 +246,41 @@ def test_what_is_left_after_draining_ends_with_an_error(make_replica, make_route
             router.call(cut)
             assert events_of(b"".join(pieces).decode())[-1]["error"]["code"] == "draining"
         assert replica.gone.wait(5)
+
+
+def test_a_probe_that_raises_takes_its_replica_out_and_the_others_are_probed_on(make_replica, make_router, caplog):
+    one, other = make_replica(), make_replica()
+    health = HealthSettings(interval_s=0.02, timeout_s=5.0)
+    router = make_router(one, other, settings=replace(ROUND_ROBIN, health=health))
+    tells, is_broken, probes = router.pool.tells, [True], []
+
+    def tell(replica, **told):
+        probes.append(replica.name)
+        if replica.name == one.name and is_broken[0]:
+            raise ZeroDivisionError("of what it told")
+        tells(replica, **told)
+
+    router.call(lambda: setattr(router.pool, "tells", tell))
+    router.until_up(1)
+    of_one, of_other = router.call(router.pool.view)
+    assert of_one["reason"] == "probes got no answer: of what it told" and of_other["reason"] is None
+    probes.clear()
+    until(lambda: min(probes.count(one.name), probes.count(other.name)) > 2, what="both are probed on")
+    is_broken[0] = False
+    router.until_up(2)
+    failed = [each for each in caplog.records if "could not be probed" in each.getMessage()]
+    assert len(failed) == 1 and failed[0].exc_info[0] is ZeroDivisionError, "told once, however often it came"
+
+
+def test_watching_a_client_that_fails_is_an_error_and_no_client_that_left(make_replica, make_router, monkeypatch):
+    async def hang(exchange):
+        await asyncio.sleep(30)
+
+    async def fails(receive):
+        raise ZeroDivisionError("of the connection")
+
+    router = make_router(make_replica(hang))
+    monkeypatch.setattr("jaxserve.router.proxy.disconnected", fails)
+    with router.client() as client:
+        assert client.post("/v1/completions", json=BODY).status_code == 500
+    assert router.metric("client_disconnects_total") == 0

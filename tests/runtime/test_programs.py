@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.core import JaxserveError, MissingBucketError
 from jaxserve.loading import load_model, resolve_model
 from jaxserve.runtime import ModelRunner, make_mesh
+from jaxserve.runtime import programs as programs_module
 from jaxserve.runtime.memory_plan import format_bytes, make_plan
 from jaxserve.runtime.programs import _check_in_place
 from jaxserve.tables import Bucket
@@ -135,3 +137,19 @@ def test_warm_up_counts_every_program_once(runner):
     # the decode loop of the first.
     assert {total for _, total in told} == {6}
     assert [done for done, _ in told] == list(range(told[0][0], 7))
+
+
+def test_a_program_that_cannot_be_compiled_is_told_before_the_others_are_begun(runner, monkeypatch):
+    begun = []
+
+    def compile(bucket, num_pages):
+        begun.append(bucket)
+        time.sleep(0.2)
+        raise ValueError("of the compiler")
+
+    monkeypatch.setattr(programs_module, "COMPILE_THREADS", 1)
+    monkeypatch.setattr(runner._programs, "compile", compile)
+    monkeypatch.setattr(runner._programs, "compile_sampler", lambda rows: begun.append(rows))
+    with pytest.raises(ValueError, match="of the compiler"):
+        runner._programs.warm_up([Bucket(rows, 0, 0, 4) for rows in range(1, 9)], 9)
+    assert len(begun) <= 2, "the one that failed, and one that its thread had taken already"

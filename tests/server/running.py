@@ -29,7 +29,7 @@ class RunningServer:
       make_engine: called on the server's event loop.
 
     Attributes:
-      engine: what it made.
+      engine: what it made; service: of both fronts.
       url, grpc_address: where.
     """
 
@@ -55,7 +55,7 @@ class RunningServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.engine: Any = self._make_engine()
-        service = GenerationService(self.engine)
+        service = self.service = GenerationService(self.engine)
         app = build_app(self.engine, self._settings, service)
         self._server = uvicorn.Server(http_config(app, self._tls, self._limits, timeout_graceful_shutdown=2))
         serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))

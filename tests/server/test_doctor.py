@@ -23,6 +23,33 @@ def test_a_live_server_is_examined(server, capsys):
     assert all(diagnosis["says"] for diagnosis in report["diagnoses"])
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("stuck", "stuck: the engine has work and has made no step for 61.5 s"),
+        ("dead", "dead: the engine died; the server must be restarted; the last step was 61.5 s ago"),
+        ("draining", "draining: the server is shutting down; the last step was 61.5 s ago"),
+        ("loading", "loading: the model is not ready: weights (3 of 7)"),
+    ],
+)
+def test_a_server_that_is_not_ready_is_named_first(fake_server, capsys, state, said):
+    engine = fake_server.engine
+    engine.state, engine.step_age_s, engine.progress = state, 61.5, (3, 7, "weights")
+    assert main(["prog", f"--url={fake_server.url}"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"{fake_server.url} is {said}"
+    assert main(["prog", f"--url={fake_server.url}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["state"]
+    assert told["state"] == state and not told["is_ready"] and said.startswith(f"{state}: {told['reason']}")
+
+
+def test_of_a_ready_server_no_state_is_told_but_in_json(fake_server, capsys):
+    assert main(["prog", f"--url={fake_server.url}"]) == 0
+    assert " is ready" not in capsys.readouterr().out
+    assert main(["prog", f"--url={fake_server.url}", "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)["state"]
+    assert state == {"state": "ready", "is_ready": True, "reason": "", "step_age_s": None}
+
+
 def test_a_server_that_guards_its_metrics_is_read_with_a_key(capsys, monkeypatch):
     server = RunningServer(FakeEngine, HttpSettings(api_keys=(ApiKey("a-key", "alice"),), guard_probes=True))
     try:

@@ -111,6 +111,28 @@ def test_a_client_that_keeps_its_connection_is_served_until_it_has_been_told(sta
     assert server.wait() == 0
 
 
+def test_a_client_that_has_been_told_is_not_waited_for_before_new_requests_are_refused(start):
+    server = start("tests.server.fake_main", 20, 0.05, 0, 0, 0.3).ready()
+    body = {"prompt": "a", "max_tokens": 80, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=server.url, timeout=30) as kept:
+        kept.get("/health")
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503, what="leaving")
+        with kept.stream("POST", "/v1/completions", json=body) as response:
+            assert response.headers["connection"] == "close"
+            pieces = response.iter_text()
+            text = next(pieces)
+            last = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            while last.status_code == 200:
+                time.sleep(0.05)
+                last = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            assert error_of(last, 503)["code"] == "draining"
+            running = httpx.get(f"{server.url}/load").json()["num_requests_running"]
+            assert running == 1, "new requests are refused while the stream runs"
+            assert (text + "".join(pieces)).endswith("data: [DONE]\n\n")
+    assert server.wait() == 0
+
+
 def test_a_second_signal_in_the_delay_ends_at_once(start):
     server = start("tests.server.fake_main", 60, 0, 0, 0, 60).ready()
     server.process.send_signal(signal.SIGTERM)

@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -21,6 +22,11 @@ def top(*words):
     file = io.StringIO()
     status = main(["prog", "--once", "--interval_s=0.1", *words], Console(file=file, width=140))
     return status, file.getvalue()
+
+
+def replace_sleep(monkeypatch, sleep):
+    """Of the view alone: `time.sleep` itself is called by threads of other tests' servers, too."""
+    monkeypatch.setattr("jaxserve.top.__main__.time", SimpleNamespace(sleep=sleep))
 
 
 def test_a_frame_shows_slots_queue_pages_and_latencies(server, client):
@@ -65,6 +71,33 @@ def test_a_loading_server_says_how_far_it_is(fake_server, capsys):
 
 
 @pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("stuck", "is stuck: the engine has work and has made no step for 61.5 s\n"),
+        ("dead", "is dead: the engine died; the server must be restarted; the last step was 61.5 s ago\n"),
+        ("stopped", "is stopped: the engine has stopped; the server must be restarted\n"),
+    ],
+)
+def test_a_server_that_does_not_go_on_is_named_with_state_reason_and_age(fake_server, capsys, state, said):
+    fake_server.engine.state, fake_server.engine.step_age_s = state, 61.5
+    assert top(f"--url={fake_server.url}")[0] == 1
+    assert capsys.readouterr().err == f"error: {fake_server.url} {said}"
+
+
+@pytest.mark.parametrize("part", ["leaving", "draining"])
+def test_a_server_that_drains_is_shown_and_named(fake_server, part):
+    fake_server.engine.step_age_s = 1.25
+    if part == "leaving":
+        fake_server.call(fake_server.service.leave)
+        said = "draining: the server is about to shut down; the last step was 1.2 s ago"
+    else:
+        fake_server.engine.state = "draining"
+        said = "draining: the server is shutting down; the last step was 1.2 s ago"
+    status, shown = top(f"--url={fake_server.url}")
+    assert status == 0 and said in shown and "fake  draining" in shown and "0 running of 8 slots" in shown
+
+
+@pytest.mark.parametrize(
     ("url", "said"),
     [
         ("http://127.0.0.1:1", "http://127.0.0.1:1 does not answer: "),
@@ -85,7 +118,7 @@ def test_the_live_view_ends_quietly_at_ctrl_c(fake_server, monkeypatch):
         if (what := next(rounds)) is not None:
             raise what
 
-    monkeypatch.setattr("jaxserve.top.__main__.time.sleep", sleep)
+    replace_sleep(monkeypatch, sleep)
     file = io.StringIO()
     assert main(["prog", f"--url={fake_server.url}"], Console(file=file, width=100)) == 0
     assert "Latency, last" in file.getvalue()
@@ -101,10 +134,11 @@ def test_while_a_server_is_away_the_last_frame_stays_with_the_reason(fake_server
         if what is not None:
             what()
 
-    monkeypatch.setattr("jaxserve.top.__main__.time.sleep", sleep)
+    replace_sleep(monkeypatch, sleep)
     file = io.StringIO()
     assert main(["prog", f"--url={fake_server.url}"], Console(file=file, width=100)) == 0
-    assert "is not ready: the engine stopped" in file.getvalue()
+    assert "is dead: the engine died; the server must be restarted" in file.getvalue()
+    assert "Latency, " in file.getvalue()
 
 
 def test_latencies_of_an_interval_are_those_of_its_requests_alone():
