@@ -23,7 +23,8 @@ def test_a_template_that_never_ends_fails_its_chats_alone(tmp_path, name, path):
 
     def chat(content):
         with server.client() as client:
-            answers.append(client.post(path, json={"messages": [{"role": "user", "content": content}]}))
+            body = {"messages": [{"role": "user", "content": content}]}
+            answers.append(client.post(path, json=body, timeout=110))  # four of 5 s of processor time each
 
     def watch():
         with server.client() as client:
