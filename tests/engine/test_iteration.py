@@ -1,7 +1,6 @@
 """The loop body on a device that answers when it is told to: order of calls, host time, faults, wasted rows."""
 
 import math
-import threading
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ from jaxserve import SamplingParams
 from jaxserve.core import Request
 from jaxserve.engine import iteration
 from jaxserve.engine.delivery import Delivery
+from jaxserve.engine.engine_lock import EngineLock
 from jaxserve.engine.grammar_state import GrammarStates
 from jaxserve.engine.iteration import Iterations
 from jaxserve.engine.metrics import EngineMetrics
@@ -84,7 +84,7 @@ class Loop:
         self.delivery = Delivery(self.scheduler, self.metrics, self.monitor, grammars, None)
         self.now = 0.0
         self.outputs = {}
-        lock = threading.RLock()
+        lock = EngineLock()
         self.iterations = Iterations(
             self.scheduler,
             self.device,
