@@ -12,6 +12,7 @@ alone. The clients share the machine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import resource
 import tempfile
@@ -202,9 +203,9 @@ async def _metrics(url: str) -> dict[str, float]:
 
 async def _get(url: str, path: str) -> str:
     reader, writer = await _open(url)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-    answer = await reader.read()
-    writer.close()
+    with contextlib.closing(writer):
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = await reader.read()
     return answer.partition(b"\r\n\r\n")[2].decode()
 
 
