@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from jaxserve.testing.tiny import write_tiny_model
+
+# A machine may stand still for as long as it likes; what hangs is ended by pytest's own limit.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session")

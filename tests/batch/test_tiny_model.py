@@ -75,7 +75,7 @@ def test_bodies_are_those_of_the_http_server(tiny_server):
 
 
 @pytest.fixture
-def start(tiny_model_dir, tmp_path):
+def start(tiny_model_dir, tmp_path, compile_cache):
     """`start(*words)`: the command in a process, on an engine like the test server's."""
     shapes = ("--decode_buckets=4", "--prefill_buckets=64", "--table_width_buckets=8", "--max_num_batched_tokens=64")
     sizes = ("--max_num_seqs=4", "--max_model_len=128", "--num_pages=80", "--dtype=float32")
@@ -83,6 +83,7 @@ def start(tiny_model_dir, tmp_path):
 
     def begin(*words):
         command = [sys.executable, "-m", "jaxserve.batch", f"--model={tiny_model_dir}", *shapes, *sizes, *words]
+        command.append(f"--compile_cache={compile_cache}")
         environment = os.environ | {"JAXSERVE_CACHE": str(tmp_path / "cache"), ALLOW_VARIABLE: "1"}
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment))

@@ -219,7 +219,7 @@ def machine(make_llm):
     return type("Machine", (EngineMachine,), {"make_llm": staticmethod(make_llm), "alone": {}})
 
 
-LIVES = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+LIVES = settings(database=None, suppress_health_check=list(HealthCheck))
 
 
 def test_whatever_is_asked_of_an_engine_it_answers_everyone(machine):

@@ -15,9 +15,7 @@ from tools.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
 SAVED = sorted(path for path in CORPUS.glob("*/*"))
-QUICK = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
+QUICK = settings(max_examples=60, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
 def test_every_saved_input_has_a_target() -> None:

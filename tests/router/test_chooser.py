@@ -219,7 +219,7 @@ def live(steps, policy):
 
 
 @pytest.mark.parametrize("policy", ROUTING_POLICIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(steps=STEPS)
 def test_any_life_is_deterministic_bounded_and_never_chooses_who_is_away(policy, steps):
     assert live(steps, policy) == live(steps, policy)

@@ -133,7 +133,7 @@ def test_mistakes_are_named() -> None:
     assert scheduler.counters.offered == 0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**32))
 def test_where_nobody_can_be_disturbed_they_are_taken_when_each_alone_would_be(seed: int) -> None:
     """And they get the same places."""

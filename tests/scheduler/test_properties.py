@@ -230,4 +230,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
+TestScheduler.settings = settings(max_examples=400, stateful_step_count=30)

@@ -118,8 +118,6 @@ def test_api_2_choices_are_in_the_order_of_prompts_and_usage_sums_them(six_slots
             assert [choice["index"] for choice in answer["choices"]] == list(range(6))
             return {choice["index"]: choice["text"] for choice in answer["choices"]}, answer["usage"]
         events = events_of(response.text)
-        ends = [c["index"] // 2 for e in events[:-1] for c in e["choices"] if c["finish_reason"]]
-        assert ends[0] == 2, "the last prompt ends first"
         return choice_texts(events), events[-2]["usage"]
 
     found, usage = ask()

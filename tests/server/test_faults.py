@@ -27,7 +27,7 @@ SLOW = {"at": "engine.step", "do": "hang", "seconds": 0.1, "times": None}
 
 
 @pytest.fixture
-def serve(start, tiny_model_dir, tmp_path):
+def serve(start, tiny_model_dir, tmp_path, compile_cache):
     """`serve(plan, *flags)`: a server of the tiny model that follows a fault plan."""
 
     def begin(plan, *flags):
@@ -37,8 +37,7 @@ def serve(start, tiny_model_dir, tmp_path):
             *("jaxserve.server", f"--model={tiny_model_dir}", "--served_model_name=tiny", "--dtype=float32"),
             *("--http_port=0", "--grpc_port=0", "--max_num_seqs=8", "--num_pages=80", "--max_model_len=128"),
             *("--decode_buckets=8", "--prefill_buckets=16", "--table_width_buckets=8", "--max_num_batched_tokens=16"),
-            *(f"--fault_plan={path}", *flags),
-            JAXSERVE_CACHE=str(tmp_path),
+            *(f"--fault_plan={path}", f"--compile_cache={compile_cache}", *flags),
             **{ALLOW_VARIABLE: "1"},
         ).ready()
 

@@ -44,7 +44,6 @@ def test_every_route_answers_as_it_is_described(document, checks, alive, mode):
     assert len(operations) > 15
     quick = settings(
         max_examples=6,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=[Phase.explicit, Phase.generate],

@@ -48,7 +48,7 @@ def tampered(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> Diff
     return difference
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), lag=st.integers(0, 3))
 @example(seed=0, lag=0)
 def test_any_run_replays_to_the_byte(tmp_path_factory: pytest.TempPathFactory, seed: int, lag: int) -> None:
@@ -60,7 +60,7 @@ def test_any_run_replays_to_the_byte(tmp_path_factory: pytest.TempPathFactory, s
     assert report.num_requests == harness.scheduler.counters.offered
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), lag=st.integers(0, 2))
 @example(seed=0, lag=0)
 def test_any_run_with_pages_from_elsewhere_replays_to_the_byte(
@@ -81,7 +81,7 @@ def test_page_numbers_that_were_forgotten_are_not_missed(
     assert_replays(write_trace(tmp_path / "trace.jsonl", harness.config, harness.records))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), lag=st.integers(1, 2))
 def test_any_run_that_lacks_pages_with_steps_in_flight_replays_to_the_byte(
     tmp_path_factory: pytest.TempPathFactory, seed: int, lag: int

@@ -163,7 +163,7 @@ def test_one_character_at_a_time_gives_the_same(name, text):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_every_cut_of_every_mixture_gives_the_same(name, data):
     texts = [text for other, text, *_ in READ + LEFT if other == name and len(text) < 400]
