@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +42,8 @@ from jaxserve.testing.serving_process import ServingProcess
 from jaxserve.testing.tiny import write_tiny_model
 
 STREAMS, TOKENS, STEP_S = 6, 96, 0.03
-LOOK_S, LIMIT_S = 0.005, 120.0
-LINES = 64
+LOOK_S, LIMIT_S, WHOLE_S = 0.005, 120.0, 600.0
+LINES, BATCH = 64, "batch job: kill -9"
 STRIKING = "strike"
 """Request id that faults wait for."""
 PROBE = {"prompt": "The sea is wide", "max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -137,7 +137,19 @@ def _medians(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _strike(fault: Fault, model: str, folder: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         start = _starter(fault, model, folder, stack)
-        return asyncio.run(_outage(fault, start))
+        return asyncio.run(_limited(_outage(fault, start), fault.name))
+
+
+async def _limited(outage: Awaitable[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Its result, within `WHOLE_S`.
+
+    Raises:
+      MeasurementError: it takes longer.
+    """
+    try:
+        return await asyncio.wait_for(outage, WHOLE_S)
+    except TimeoutError:
+        raise MeasurementError(f"{name}: it has not been gone through within {WHOLE_S:g} s") from None
 
 
 def _starter(fault: Fault, model: str, folder: Path, stack: ExitStack) -> Callable[[bool], list[ServingProcess]]:
@@ -145,7 +157,8 @@ def _starter(fault: Fault, model: str, folder: Path, stack: ExitStack) -> Callab
     common = [
         *(f"--model={model}", "--dtype=float32", "--max_model_len=256", "--num_pages=200", "--max_num_seqs=8"),
         *("--decode_buckets=8", "--prefill_buckets=64", "--table_width_buckets=16", "--max_num_batched_tokens=64"),
-        *(f"--compile_cache={folder / 'cache'}", "--host_timeout_s=5", *fault.flags),
+        *(f"--compile_cache={folder / 'cache'}", "--host_timeout_s=5"),
+        *("--startup_timeout_s=300", *fault.flags),
     ]
 
     def start(struck: bool) -> list[ServingProcess]:
@@ -302,7 +315,7 @@ def _strike_batch(model: str, folder: Path) -> dict[str, Any]:
         if await (await job(whole)).wait():
             raise MeasurementError("the batch job failed though nothing struck it")
         process = await job(output)
-        while _num_lines(output) < LINES // 4:
+        while _num_lines(output) < LINES // 4 and process.returncode is None:
             await asyncio.sleep(LOOK_S)
         process.kill()
         struck_at = time.monotonic()
@@ -315,9 +328,9 @@ def _strike_batch(model: str, folder: Path) -> dict[str, Any]:
         if await process.wait() or _texts(output) != _texts(whole):
             raise MeasurementError("the batch job that was killed and run again has other lines than one that was not")
         times = {"noticed_s": None, "ended_s": ended_s, "status": -signal.SIGKILL, "again_s": again_s}
-        return {"fault": "batch job: kill -9", **times, "error": 0, "cut": 0, "whole": _num_lines(output)}
+        return {"fault": BATCH, **times, "error": 0, "cut": 0, "whole": _num_lines(output)}
 
-    return asyncio.run(strike())
+    return asyncio.run(_limited(strike(), BATCH))
 
 
 def _num_lines(path: Path) -> int:

@@ -52,6 +52,7 @@ class EngineLock:
     def within(self, seconds: float) -> Iterator[bool]:
         """Holds it if it can be had in that time, and says so."""
         taken = self._lock.acquire(timeout=seconds)
+        self._num_taken += taken
         try:
             yield taken
         finally:

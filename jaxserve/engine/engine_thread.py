@@ -159,8 +159,8 @@ class EngineThread:
                     self._got_on(engine)
                 if not stepped:
                     self._wait(engine)
-            self._steps.idle()
             engine.land()
+            self._steps.idle()
             engine.close()
         except BaseException as error:
             self._die(error)

@@ -160,7 +160,7 @@ class Launcher:
             service.leave()
             http_server.close_after_answers()
             ends_at = time.monotonic() + settings.drain_delay_s + settings.drain_grace_s
-            if settings.drain_delay_s:
+            if settings.drain_delay_s and self._engine.state != "stuck":
                 self._display.note(f"leaving: requests are taken for {settings.drain_delay_s:g} s at least")
                 await self._leave(http_server)
                 # Tells gRPC clients to connect elsewhere, which they do in the midst of what they call.
@@ -217,7 +217,7 @@ class Launcher:
         """Waits out the delay, then for connections from before; half of the grace is left to what is open then."""
         told_at = time.monotonic() + self._settings.drain_delay_s
         ends_at = told_at + self._settings.drain_grace_s / 2
-        while (now := time.monotonic()) < ends_at and self._engine.error is None:
+        while (now := time.monotonic()) < ends_at and self._engine.error is None and self._engine.state != "stuck":
             if now >= told_at and not http_server.num_kept:
                 return
             await asyncio.sleep(LEAVE_PERIOD_S)
@@ -233,6 +233,8 @@ class Launcher:
         self._stop.set()
 
     def _http_ended(self, task: asyncio.Task[None], http_server: HttpServer) -> None:
+        if task.cancelled():
+            return  # with the process' main task, whose own error is shown
         if not http_server.should_exit or task.exception() is not None:
             log.error("the HTTP server has ended by itself; the process ends", exc_info=task.exception())
             self._http_failed = True

@@ -47,19 +47,21 @@ class Probes:
                 raise RuntimeError(f"probe {number} has no answer of its own: {first} and {second}")
             self._solo.append(first)
 
-    async def check(self, number: int) -> None:
-        """Asks one amid whatever else goes on. Under faults it may fail, and never have other ids."""
+    async def check(self, number: int, *, must_answer: bool = False) -> None:
+        """Asks one amid whatever else goes on. Under faults it may fail, unless `must_answer`, with no other ids."""
         number %= len(PROBES)
         try:
             choices = await self._ask(number)
         except (aiohttp.ClientError, OSError) as error:
-            if self._findings.faults_allowed:
+            if self._findings.faults_allowed and not must_answer:
                 self._findings.count("probe", "failed")
             else:
                 self._findings.breach("probe", f"probe {number}: the server did not answer: {error!r}")
             return
         if choices is None:
             self._findings.count("probe", "not answered")
+            if must_answer:
+                self._findings.breach("probe", f"probe {number} is not answered though nothing else is asked")
             return
         solo = self._solo[number]
         if _ids(choices) == _ids(solo):

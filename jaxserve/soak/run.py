@@ -78,7 +78,9 @@ async def soak(subject: Subject, seed: int, shape: Shape, sizes: Sizes, limits: 
             findings.breach("process", "the server's process has ended")
         else:
             for number in range(len(PROBES)):
-                await probes.check(number)
+                await probes.check(number, must_answer=True)
+        if not watch.rests:
+            findings.breach("idle-clean", "the server has not answered at any rest")
         await watch.stop()
     return Soaked(findings, watch, time.monotonic() - findings.began_at, num_rounds, num_actions)
 

@@ -35,6 +35,17 @@ class Holder:
         self._thread.join(10)
 
 
+class Counting:
+    """An inner lock; `waits` has the seconds that each asked for at most."""
+
+    def __init__(self, lock):
+        self.lock, self.waits = lock, []
+
+    def acquire(self, blocking=True, timeout=-1):
+        self.waits.append(timeout if blocking else 0)
+        return self.lock.acquire(blocking, timeout)
+
+
 def refused_s(lock):
     """Seconds after which the lock is refused."""
     began = time.monotonic()
@@ -47,13 +58,38 @@ def test_one_wait_for_a_holder_that_does_not_let_go_and_none_after_it():
     lock = EngineLock()
     holder = Holder(lock)
     assert refused_s(lock) >= 0.06
-    assert min(refused_s(lock) for _ in range(20)) < 0.03
+    lock._lock = counting = Counting(lock._lock)
+    for _ in range(20):
+        refused_s(lock)
+    assert counting.waits == [0] * 20
+    lock._lock = counting.lock
     holder.let_go()
     with lock.soon(), lock.soon():  # its holder may take it again
         pass
     holder = Holder(lock)
     assert refused_s(lock) >= 0.06, "another holder is waited for again"
     holder.let_go()
+
+
+def test_one_that_took_it_within_some_time_is_another_holder():
+    lock = EngineLock()
+    holder = Holder(lock)
+    refused_s(lock)
+    holder.let_go()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold():
+        with lock.within(10) as taken:
+            assert taken
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert entered.wait(10)
+    assert refused_s(lock) >= 0.06, "it is waited for"
+    leave.set()
+    thread.join(10)
 
 
 class Busy:

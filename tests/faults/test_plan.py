@@ -2,6 +2,7 @@
 
 import errno
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from jaxserve.faults import (
     read_fault_plan,
     use_fault_plan,
 )
+from jaxserve.faults.plan import KINDS
 
 
 @pytest.fixture
@@ -118,3 +120,9 @@ def test_a_plan_is_read(plan_file):
 def test_what_is_no_plan_is_refused(plan_file, value, message):
     with pytest.raises(ValueError, match=message):
         read_fault_plan(plan_file(value))
+
+
+def test_the_plan_of_the_soak_is_read(monkeypatch):
+    monkeypatch.setenv(ALLOW_VARIABLE, "1")
+    plan = read_fault_plan(str(Path(__file__).parents[2] / "configs" / "faults" / "soak.json"))
+    assert {fault.do for fault in plan.faults} == set(KINDS) - {"kill"}

@@ -8,7 +8,10 @@ import pytest
 from aiohttp import web
 
 from jaxserve.soak.findings import Findings
+from jaxserve.soak.kinds import Sizes
 from jaxserve.soak.probes import COMMON, PROBES, Probes
+from jaxserve.soak.run import Subject, soak
+from jaxserve.soak.schedule import Shape
 from jaxserve.soak.watch import Limits, Watch
 
 KV = {"pages_free": 3, "pages_cached": 1, "pages_owned": 0, "pages_total": 4}
@@ -35,10 +38,11 @@ class Scripted:
     Attributes:
       state: of /debug/state, an object or a text; metrics: by name.
       completion: of /v1/completions: a status and a body, or None: the connection breaks.
+      url: within `session`.
     """
 
     def __init__(self):
-        self.state, self.metrics, self.completion = STATE, dict(METRICS), None
+        self.state, self.metrics, self.completion, self.url = STATE, dict(METRICS), None, ""
 
     async def _state(self, _):
         if isinstance(self.state, str):
@@ -68,9 +72,9 @@ class Scripted:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        port = runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
-            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            async with aiohttp.ClientSession(self.url) as session:
                 yield session
         finally:
             await runner.cleanup()
@@ -154,7 +158,7 @@ def choices(number, *, ids=(1, 2, 3)):
     ]
 
 
-def probed(completion, *, faults, number=0):
+def probed(completion, *, faults, number=0, **more):
     """Findings of a probe that was learnt and is then answered so."""
     server, findings = Scripted(), Findings(faults_allowed=faults)
 
@@ -163,7 +167,7 @@ def probed(completion, *, faults, number=0):
             probes = Probes(session, findings)
             probes._solo = [choices(each) for each in range(len(PROBES))]
             server.completion = completion
-            await probes.check(number)
+            await probes.check(number, **more)
 
     assert COMMON["return_token_ids"]
     asyncio.run(probe())
@@ -180,6 +184,30 @@ def test_a_probe_may_fail_under_faults_alone(completion):
     assert [breach.rule for breach in probed(completion, faults=False).breaches] == ["probe"]
     findings = probed(completion, faults=True)
     assert not findings.num_breaches and sum(findings.outcomes["probe"].values()) == 1
+
+
+@pytest.mark.parametrize("completion", [None, (500, {})], ids=str)
+def test_the_last_probes_are_answered_also_under_faults(completion):
+    findings = probed(completion, faults=True, must_answer=True)
+    assert [breach.rule for breach in findings.breaches] == ["probe"]
+
+
+def test_a_server_that_answers_nobody_does_not_pass_for_one_under_faults():
+    server = Scripted()
+
+    def alive():
+        """It breaks once the probes are known."""
+        server.state, server.metrics, server.completion = {}, {}, (500, {})
+        return True
+
+    async def run():
+        async with server.session():
+            subject = Subject(server.url, "127.0.0.1:1", alive)
+            return await soak(subject, 0, Shape(0.4, rate=1, mixed_s=0.2, burst=1, storm=1), Sizes(), Limits(), True)
+
+    server.completion = (200, {"choices": choices(0)})
+    soaked = asyncio.run(run())
+    assert {"idle-clean", "probe"} <= {breach.rule for breach in soaked.findings.breaches}
 
 
 @pytest.mark.parametrize("faults", [False, True])
