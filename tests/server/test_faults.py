@@ -222,7 +222,7 @@ def test_ops_3_an_engine_that_stays_stuck_ends_its_process(serve, tmp_path):
 @pytest.mark.parametrize("is_stuck", [True, False])
 def test_ops_3_a_signal_does_not_hide_a_step_that_hangs(serve, is_stuck):
     hang = {"at": "engine.step", "do": "hang", "seconds": 600, "skip": 20}
-    server = serve([hang], "--step_timeout_s=1.5", "--stuck_exit_s=0", "--drain_delay_s=0.5")
+    server = serve([hang], "--step_timeout_s=1.5", "--stuck_exit_s=0", "--drain_delay_s=60")
     clients = Clients(server)
     if is_stuck:
         until(lambda: httpx.get(f"{server.url}/health").status_code == 503, what="stuck")
