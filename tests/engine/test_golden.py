@@ -16,7 +16,8 @@ SMOLLM2 = json.loads((GOLDEN / "smollm2_golden.json").read_text())["cases"]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("attention", "page_size", "chunk"), [("reference", 4, 7), ("cpu", 16, 64), ("native_cpu", 4, 16)]
+    ("attention", "page_size", "chunk"),
+    [pytest.param("reference", 4, 7, marks=pytest.mark.slow), ("cpu", 16, 64), ("native_cpu", 4, 16)],
 )
 def test_tiny_models_match_their_golden_files(name, attention, page_size, chunk):
     """Greedy ids and prompt log-probabilities; sliding windows shorter and longer than chunk and page."""

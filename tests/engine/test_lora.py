@@ -84,7 +84,7 @@ def test_adapters_change_what_is_said(case):
     assert len({tuple(tokens) for tokens in each}) == len(each)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_without_an_adapter_scores_have_the_bits_of_an_engine_without_lora(make_llm, make, dtype):
     """Layers one by one in both, adapters of others in the batch or not."""
     prompts = random_prompts((5, 33, 70, 6, 34, 71), seed=5)

@@ -136,7 +136,11 @@ def test_the_plan_counts_the_bytes_of_numbers_and_scales(make, quantization):
 
 
 @pytest.mark.parametrize(
-    ("scan_layers", "names"), [(False, ("int4", "int8_channel")), (True, ("int8", "fp8"))], ids=["single", "stacked"]
+    ("scan_layers", "names"),
+    [
+        pytest.param(False, ("int4", "int8_channel"), id="single"),
+        pytest.param(True, ("int8", "fp8"), id="stacked", marks=pytest.mark.slow),
+    ],
 )
 def test_tokens_are_the_same_on_1_2_and_4_devices(make, scan_layers, names):
     found = {}

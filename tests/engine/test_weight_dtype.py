@@ -78,7 +78,9 @@ def kept_in(llm):
 
 
 @pytest.mark.parametrize("settings", [{}, BY_LAYER, LORA], ids=["one call", "layer by layer", "lora"])
-@pytest.mark.parametrize(("name", "dtype"), [("bfloat16", "bfloat16"), ("F16.gguf", "float16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bfloat16", "bfloat16"), pytest.param("F16.gguf", "float16", marks=pytest.mark.slow)]
+)
 def test_answers_have_the_bits_of_float32_weights(make, name, dtype, settings):
     kept, wide = make(name, **settings), make(name, weight_dtype="float32", **settings)
     assert kept_in(kept) == (dtype, dtype)

@@ -109,7 +109,7 @@ def random_scenario(rng):
 def test_random_scenarios_equal_the_independent_model():
     rng = random.Random(20240607)
     counts = {"preempted": 0, "rejected": 0, "idle": 0}
-    for number in range(3000):
+    for number in range(1500):
         scenario = random_scenario(rng)
         expected = brute_force.simulate(scenario)
         found = run_scenario(parse_scenario(scenario, f"random {number}"))
@@ -119,7 +119,7 @@ def test_random_scenarios_equal_the_independent_model():
         counts["rejected"] += sum(len(record["rejected"]) for record in expected["trace"])
         counts["idle"] += expected["trace"][-1]["iteration"] + 1 > len(expected["trace"])
     # The cases that make the comparison worth something did occur.
-    assert min(counts.values()) > 300, counts
+    assert min(counts.values()) > 150, counts
 
 
 def test_the_comparison_sees_a_difference():
