@@ -22,6 +22,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.core import HostLostError
 from jaxserve.engine.follower import EngineFollower
 from jaxserve.server.bounded_http import http_config
+from jaxserve.server.head_requests import HeadRequests
 from jaxserve.server.json_body import JsonResponse
 from jaxserve.server.launcher import ServerSettings
 from jaxserve.server.listening import address, bind
@@ -87,6 +88,7 @@ def _serve_probes(server: uvicorn.Server, http_socket: socket.socket) -> None:
 
 def _probes(follower: EngineFollower) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(HeadRequests)
 
     @app.get("/health")
     async def health(_: Request) -> Response:

@@ -37,6 +37,7 @@ from jaxserve.server.debug_routes import add_debug_routes
 from jaxserve.server.description import ERRORS, answers, describe_keys, parameters, takes
 from jaxserve.server.engine_api import EngineApi
 from jaxserve.server.errors import ApiError
+from jaxserve.server.head_requests import HeadRequests
 from jaxserve.server.host_guard import HostGuard
 from jaxserve.server.http_errors import http_exception, unexpected
 from jaxserve.server.json_body import error_response
@@ -96,6 +97,7 @@ def build_app(engine: EngineApi, settings: HttpSettings | None = None, service: 
         add_cors(app, settings.allowed_origins)
     if settings.allowed_hosts:
         app.add_middleware(HostGuard, names=settings.allowed_hosts)
+    app.add_middleware(HeadRequests)
     return app
 
 

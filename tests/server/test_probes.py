@@ -64,6 +64,18 @@ def test_the_real_engine_is_healthy_and_ready(client):
     assert client.get("/version").json()["version"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/v1/models", "/debug/state", "/nowhere"])
+def test_head_is_answered_as_get_without_a_body(client, path):
+    asked, got = client.head(path), client.get(path)
+    assert (asked.status_code, asked.headers["content-type"]) == (got.status_code, got.headers["content-type"])
+    assert asked.content == b"" and client.get("/health").status_code == 200, "the connection is as before"
+
+
+def test_head_of_what_is_only_posted_names_what_it_takes(client):
+    answer = client.head("/v1/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
 def test_models_lists_the_served_one(client):
     (card,) = client.get("/v1/models").json()["data"]
     assert card["id"] == "tiny" and card["max_model_len"] == 128 and card["object"] == "model"
