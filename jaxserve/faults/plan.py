@@ -1,4 +1,4 @@
-"""A fault plan: which places fail, how, and when.
+"""A fault plan: which places fail, how, and when; docs/reliability.md has the places.
 
 A JSON list of objects, as in
 
