@@ -1,10 +1,10 @@
-"""What a process prints and logs, written by a thread of its own: a reader that does not read holds up nothing else.
+"""What a process prints and logs, written by threads of their own: a reader that does not read holds up nothing else.
 
     print, log, traceback -> QueuedStream -> queue, at most `CAPACITY_BYTES` -> one thread -> file descriptor
 
 A pipe that is full, and a terminal that is halted, take no more, and whoever writes to them waits. Behind a
-`QueuedStream` that is one thread. What finds the queue full is dropped, until all that waits is written; then a log
-record says how many lines are missing. At its end a process waits for the queue, within a bound.
+`QueuedStream` that is a thread that does nothing else. What finds the queue full is dropped, until all that waits is
+written; then a log record says how many lines are missing. At its end a process waits for the queue, within a bound.
 
 What native libraries write to the descriptors by themselves does not pass here.
 """
@@ -19,6 +19,7 @@ import os
 import select
 import sys
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -31,27 +32,29 @@ log = logging.getLogger("jaxserve.output")
 
 
 class OutputQueue:
-    """Writes to file descriptors, in the order of `put`, on a thread of its own.
+    """Writes to a file descriptor, in the order of `put`, on a thread of its own.
 
     Args:
+      descriptor: it is not closed.
       capacity_bytes: that may wait; of nothing that waits, one piece may be larger.
     """
 
-    def __init__(self, capacity_bytes: int = CAPACITY_BYTES) -> None:
+    def __init__(self, descriptor: int, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self._descriptor = descriptor
         self._capacity_bytes = capacity_bytes
         self._changed = threading.Condition()  # may be taken again: a signal's handler may print within a print
-        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting: deque[bytes] = deque()
         self._num_bytes = 0  # that wait or are being written
         self._num_dropped = 0
         threading.Thread(target=self._run, name="output", daemon=True).start()
 
-    def put(self, descriptor: int, piece: bytes) -> None:
+    def put(self, piece: bytes) -> None:
         """Takes whole lines in, or drops them; returns at once."""
         with self._changed:
             if self._num_dropped or (self._num_bytes and self._num_bytes + len(piece) > self._capacity_bytes):
                 self._num_dropped += max(piece.count(b"\n"), 1)
                 return
-            self._waiting.append((descriptor, piece))
+            self._waiting.append(piece)
             self._num_bytes += len(piece)
             self._changed.notify_all()
 
@@ -64,8 +67,8 @@ class OutputQueue:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                descriptor, piece = self._waiting.popleft()
-            _write(descriptor, piece)
+                piece = self._waiting.popleft()
+            _write(self._descriptor, piece)
             with self._changed:
                 num_dropped = 0 if self._waiting else self._num_dropped
                 self._num_dropped -= num_dropped
@@ -80,14 +83,13 @@ class QueuedStream(io.TextIOBase):
     """A text file whose writes never wait: whole lines, and what is flushed, go to the queue.
 
     Args:
-      output: where it is written.
       instead_of: the file whose descriptor and encoding it has.
     """
 
-    def __init__(self, output: OutputQueue, instead_of: Any) -> None:
-        self._output = output
+    def __init__(self, instead_of: Any) -> None:
         self._instead_of = instead_of
         self._descriptor: int = instead_of.fileno()
+        self._queue = OutputQueue(self._descriptor)
         self._lock = threading.RLock()
         self._rest = ""
 
@@ -126,16 +128,21 @@ class QueuedStream(io.TextIOBase):
             rest, self._rest = self._rest, ""
             self._put(rest)
 
+    def drain(self, seconds: float) -> None:
+        """Writes all that was taken in, for so long at most."""
+        self.flush()
+        self._queue.drain(seconds)
+
     def _put(self, text: str) -> None:
         if text:
-            self._output.put(self._descriptor, text.encode(self.encoding, self.errors))
+            self._queue.put(text.encode(self.encoding, self.errors))
 
 
-_queue: OutputQueue | None = None
+_streams: list[QueuedStream] = []
 
 
 def queue_output(*names: str) -> None:
-    """From now on what this process writes to `sys.stdout` or `sys.stderr` is written by a thread of its own.
+    """From now on what this process writes to `sys.stdout` or `sys.stderr` is written by a thread for each.
 
     Handlers of log records that are made later write there too; one that was made before is to be told. At the
     process's end, what waits is written within `LAST_WRITES_S`.
@@ -143,18 +150,11 @@ def queue_output(*names: str) -> None:
     Args:
       names: "stdout", "stderr"; one that the process does not have stays away.
     """
-    global _queue
-    _queue = queue = OutputQueue()
-    streams = [(name, QueuedStream(queue, getattr(sys, name))) for name in names if getattr(sys, name) is not None]
-    for name, stream in streams:
-        setattr(sys, name, stream)
-
-    def end() -> None:
-        for _, stream in streams:
-            stream.flush()
-        queue.drain(LAST_WRITES_S)
-
-    atexit.register(end)
+    for name in names:
+        if getattr(sys, name) is not None:
+            _streams.append(QueuedStream(getattr(sys, name)))
+            setattr(sys, name, _streams[-1])
+    atexit.register(_drain, LAST_WRITES_S)
 
 
 def write_last(seconds: float = LAST_WRITES_S) -> None:
@@ -168,8 +168,13 @@ def _write_all(seconds: float) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads, or it is closed
             stream.flush()
-    if _queue is not None:
-        _queue.drain(seconds)
+    _drain(seconds)
+
+
+def _drain(seconds: float) -> None:
+    ends_at = time.monotonic() + seconds
+    for stream in _streams:
+        stream.drain(max(ends_at - time.monotonic(), 0.0))
 
 
 def _write(descriptor: int, piece: bytes) -> None:
