@@ -47,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(summary_lines(job.tally, None, 0.0, flags.output, None)))
         return exit_status(job)
 
+    from jaxserve.server.log_format import queue_logs
+
+    queue_logs("stderr")  # the summary, on stdout, waits for its reader
     from jaxserve.engine import AsyncEngine
     from jaxserve.server.console import StartupDisplay
 

@@ -5,7 +5,8 @@
 
 Lines are begun one after another in the input's order, so the engine sees the same arrivals in every run; they end in
 any order. Never more than `window` lines are between reading and writing, so memory does not grow with the file. A
-full queue is no error here: the line at hand waits until another one ends. Work that a stop or a dead engine cuts
+full queue is no error here: the line at hand waits until another one ends. Nor is an engine whose lock somebody holds
+for long: while the watchdog says that it is ready, the line is tried again. Work that a stop or a dead engine cuts
 short leaves no trace in the output, so a rerun does it.
 """
 
@@ -27,6 +28,8 @@ _ROUTES = {
     "/v1/completions": begin_completion,
     "/v1/responses": begin_response,
 }
+HELD_PERIOD_S = 0.05
+"""Between two tries of a line while the engine's lock is held."""
 _NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -109,6 +112,9 @@ class BatchRunner:
             try:
                 answer = await _ROUTES[line.url](self._service, line.body, _NO_HEADERS)
             except Exception as exc:
+                if to_api_error(exc).code == "engine_stuck" and self._service.engine.state == "ready":
+                    await asyncio.sleep(HELD_PERIOD_S)
+                    continue
                 error = self._error(exc)
                 if error.kind != "overloaded" or not self._num_running:
                     raise error from None

@@ -19,6 +19,7 @@ from jaxserve.core.errors import (
 )
 from jaxserve.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxserve.core.process_memory import peak_memory_bytes
+from jaxserve.core.queued_output import queue_output, write_last
 from jaxserve.core.request import MAX_TRACEPARENT, NO_TERMS, FinishReason, Priority, Request, Submission, Terms
 from jaxserve.core.sampling_params import MAX_LOGPROBS, SamplingParams, choice_seed
 from jaxserve.core.structured_outputs import StructuredOutputs
@@ -75,4 +76,6 @@ __all__ = [
     "WaitingView",
     "choice_seed",
     "peak_memory_bytes",
+    "queue_output",
+    "write_last",
 ]

@@ -23,6 +23,7 @@ from absl import logging
 from jaxserve import __version__
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine_lock import EngineLock
+from jaxserve.engine.log_aside import log_aside
 from jaxserve.scheduler import Scheduler
 from jaxserve.scheduler.trace import TraceWriter
 from jaxserve.scheduler.trace_ring import TraceRing
@@ -69,11 +70,12 @@ class CrashDump:
             for line in self.ring.lines:
                 writer(line)
             writer.close()
-        except Exception:
-            logging.exception("the last iterations could not be written")
+        except Exception as failure:
+            log_aside(logging.ERROR, "the last iterations could not be written", exc_info=failure)
             return
         if not writer.num_errors:
-            logging.error("the last iterations are in %s; python -m jaxserve.replay --trace=%s", path, path)
+            say = "the last iterations are in %s; python -m jaxserve.replay --trace=%s"
+            log_aside(logging.ERROR, say, path, path)
 
 
 def _died(error: BaseException, config: EngineConfig) -> dict[str, Any]:

@@ -374,11 +374,11 @@ class Engine:
         Args:
           error: what the engine died of; its last iterations are written, where they are kept.
         """
+        if error is not None and self._followers is not None:
+            self._followers.lose(HostLostError(f"process 0 failed: {type(error).__name__}: {error}"))
         if error is not None and self._crash_dump is not None:
             self._crash_dump.write(error, self.config, self.scheduler, self._lock)
         if self._followers is not None:
-            if error is not None:
-                self._followers.lose(HostLostError(f"process 0 failed: {type(error).__name__}: {error}"))
             self._followers.close()
         # A step that hangs may have the lock for ever; its trace has whole lines all the same.
         with self._lock.within(LOCK_S if self._trace else 0.0) as taken:

@@ -28,6 +28,7 @@ from jaxserve.core import (
 )
 from jaxserve.engine.engine import Engine, Progress
 from jaxserve.engine.lifecycle import DEAD, DRAINING, READY, STOPPED, STUCK, WARMING_UP, Lifecycle
+from jaxserve.engine.log_aside import log_aside
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.engine.monitor import RequestListener
 from jaxserve.engine.open_streams import OpenStreams
@@ -216,7 +217,7 @@ class EngineThread:
         error = self._not_going_on()
         for stream in self._streams.all():
             stream.fail(error)
-        logging.error("%s; open requests fail, new ones are refused", error)  # last: nobody may read what is logged
+        log_aside(logging.ERROR, "%s; open requests fail, new ones are refused", error)
 
     def _die(self, error: BaseException) -> None:
         before = self._lifecycle.die(error)
@@ -231,7 +232,7 @@ class EngineThread:
         )
         for stream in self._streams.all():
             stream.fail(self._not_going_on())
-        logging.error("engine died: %r", error, exc_info=None if expected else error)
+        log_aside(logging.ERROR, "engine died: %r", error, exc_info=None if expected else error)
         if self._engine is not None:
             self._engine.close(error)
 

@@ -17,6 +17,8 @@ from collections.abc import Callable
 
 from absl import logging
 
+from jaxserve.engine.log_aside import log_aside
+
 LATE_S = 1.0
 """A look that is later than this is so because the whole process did not run."""
 
@@ -95,8 +97,10 @@ class Watchdog:
             try:
                 if not self._on_look(late_s if late_s > LATE_S else 0.0):
                     return
-            except Exception:
-                logging.exception("the watchdog could not look at the engine; it will look again")
+            except Exception as error:
+                log_aside(
+                    logging.ERROR, "the watchdog could not look at the engine; it will look again", exc_info=error
+                )
 
 
 def look_period_s(*limits_s: float) -> float:

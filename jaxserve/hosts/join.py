@@ -6,14 +6,13 @@ import atexit
 import logging
 import math
 import os
-import sys
 from collections.abc import Callable
 
 import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.config.hosts_config import control_address, host_token
-from jaxserve.core import HostLostError
+from jaxserve.core import HostLostError, write_last
 from jaxserve.hosts.follower import Follower
 from jaxserve.hosts.leader import Followers
 
@@ -98,6 +97,5 @@ def _leave(followers: Followers) -> None:
         followers.lose(HostLostError("process 0 did not start; its log says why"))
     followers.close()
     if followers.error is not None:  # they have ended, not in good order: jax would abort over it
-        sys.stdout.flush()
-        sys.stderr.flush()
+        write_last()
         os._exit(1)

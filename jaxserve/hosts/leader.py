@@ -221,9 +221,9 @@ class Followers:
                 return
             self.error = error
         self._lost.set()
-        log.error("several hosts: %s", error)
         self._end()
         self.on_lost(error)
+        log.error("several hosts: %s", error)  # last: it may wait for whoever reads the log
 
     def close(self) -> None:
         """Has the followers stop in good order; does nothing once they are lost."""

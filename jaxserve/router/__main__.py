@@ -21,7 +21,7 @@ from jaxserve.router.settings import HealthSettings, ProxySettings, RouterSettin
 from jaxserve.routing import BreakerSettings
 from jaxserve.server.bounded_http import http_limits
 from jaxserve.server.host_guard import answered_hosts
-from jaxserve.server.log_format import set_log_format
+from jaxserve.server.log_format import queue_logs, set_log_format
 from jaxserve.server.tls import tls_files
 
 
@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         exit_with(f"--{error}")
     set_log_format(flags.log_format)
+    queue_logs("stdout", "stderr")
 
     async def serve() -> int:
         return await RouterLauncher(front, settings, replicas).run()

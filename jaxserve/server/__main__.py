@@ -14,7 +14,7 @@ from jaxserve.config.disaggregation_flags import check_disaggregation, kv_token
 from jaxserve.config.flags import engine_config_from_flags, exit_with, follow_fault_plan, parse_flags
 from jaxserve.config.print_config import settings_as_flagfile, settings_as_json
 from jaxserve.core import RequestRecord
-from jaxserve.server.log_format import operator_console, set_log_format
+from jaxserve.server.log_format import operator_console, queue_logs, set_log_format
 from jaxserve.server.tls import tls_files
 
 
@@ -58,6 +58,14 @@ def main(argv: Sequence[str]) -> int:
 
     if flags.dry_run:
         return dry_run(config, flags.log_format)
+    from jaxserve.server.otel import SpanSink, otlp_exporter
+
+    try:
+        exporter = otlp_exporter(flags.otlp_endpoint) if flags.otlp_endpoint else None
+        spans = SpanSink(exporter, lambda: engine.model_name) if exporter else None
+    except ValueError as error:
+        exit_with(f"--{error}")
+    queue_logs("stdout", "stderr")
     process_id = config.process_id or 0
     if config.several_processes and config.process_id is None:
         from jaxserve.hosts import join_processes
@@ -69,7 +77,6 @@ def main(argv: Sequence[str]) -> int:
     from jaxserve.server.disaggregated import disaggregation_sides
     from jaxserve.server.host_guard import answered_hosts
     from jaxserve.server.launcher import LAST_EXIT_S, Launcher, ServerSettings
-    from jaxserve.server.otel import SpanSink, otlp_exporter
     from jaxserve.server.process import exit_later
     from jaxserve.server.request_log import RequestFeed, RequestLog
     from jaxserve.server.settings import HttpSettings
@@ -116,11 +123,7 @@ def main(argv: Sequence[str]) -> int:
         text_of = (lambda ids: str(engine.tokenizer.decode(ids, False))) if flags.log_prompts else None
         sinks.append(RequestLog(text_of, flags.max_log_len))
     with contextlib.ExitStack() as stack:
-        if flags.otlp_endpoint:
-            try:
-                spans = SpanSink(otlp_exporter(flags.otlp_endpoint), lambda: engine.model_name)
-            except ValueError as error:
-                exit_with(f"--{error}")
+        if spans is not None:
             stack.callback(spans.close)
             sinks.append(spans)
         feed = stack.enter_context(RequestFeed(sinks)) if sinks else None

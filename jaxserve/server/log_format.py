@@ -12,12 +12,15 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import sys
 import threading
 from typing import Any
 
 import orjson
 from absl import logging as absl_logging
 from rich.console import Console
+
+from jaxserve.core import queue_output
 
 _QUIET_NATIVE = {"GRPC_VERBOSITY": "NONE", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -56,6 +59,12 @@ def set_log_format(log_format: str) -> None:
         os.environ.setdefault(name, value)
     absl_logging.get_absl_handler().setFormatter(JsonFormatter())
     logging.captureWarnings(True)
+
+
+def queue_logs(*names: str) -> None:
+    """`queue_output`, for absl's handler of log records too; call it before jax is imported."""
+    queue_output(*names)
+    absl_logging.get_absl_handler().python_handler.setStream(sys.stderr)
 
 
 def _log_end_of_thread(about: threading.ExceptHookArgs) -> None:

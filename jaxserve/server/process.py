@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import sys
@@ -11,12 +10,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, NoReturn
 
+from jaxserve.core import write_last
+
 if TYPE_CHECKING:  # it loads numpy, which the router does without
     from jaxserve.server.engine_api import EngineApi
 
 STATE_PERIOD_S = 0.02
-FLUSH_S = 1.0
-"""A pipe that is full and that nobody reads takes no more, and the thread that writes to it waits for ever."""
 
 
 async def wait_until_ready(engine: EngineApi, stop: asyncio.Event) -> bool:
@@ -55,16 +54,8 @@ def end(status: int) -> NoReturn:
 
 
 def flush_and_exit(status: int) -> NoReturn:
-    """Ends the process without waiting for other threads, or for readers of its output for more than `FLUSH_S`."""
+    """Ends the process without waiting for other threads, or for readers of its output; see `write_last`."""
     try:
-        flusher = threading.Thread(target=_flush, name="last-flush", daemon=True)
-        flusher.start()
-        flusher.join(FLUSH_S)
+        write_last()
     finally:
         os._exit(status)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads, or it is closed
-            stream.flush()

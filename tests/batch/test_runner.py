@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.batch.records import parse_request
 from jaxserve.batch.runner import BatchRunner, EngineStoppedError
-from jaxserve.core import EngineDeadError, RejectedError, Rejection, RequestFailedError
+from jaxserve.core import EngineDeadError, EngineStuckError, RejectedError, Rejection, RequestFailedError
 from jaxserve.server.service import GenerationService
 from tests.batch.lines import chat, completion
 from tests.server.fake_engine import FakeEngine
@@ -108,6 +108,32 @@ def test_a_request_that_fails_or_expires_is_an_error_line():
 def test_a_full_queue_makes_lines_wait():
     done = run([completion(str(index)) for index in range(20)], window=10, max_live=2)
     assert set(done.codes.values()) == {None} and len(done.results) == 20
+
+
+@pytest.mark.parametrize(("state", "ends_well"), [("ready", True), ("stuck", False), ("dead", False)])
+def test_an_engine_that_is_held_is_waited_for_until_the_watchdog_says_that_it_is_stuck(state, ends_well):
+    async def check():
+        job = Run([completion(str(index)) for index in range(5)], window=2)
+        submit_all, refusals = job.engine.submit_all, iter(range(20))
+
+        def held(submissions):
+            number = next(refusals, None)
+            if number is not None:
+                if number == 10:
+                    job.engine.state = state
+                raise EngineStuckError("what it does holds its state")
+            return submit_all(submissions)
+
+        job.engine.submit_all = held
+        if ends_well:
+            await job.run()
+            assert sorted(job.ids) == list("01234") and set(job.codes.values()) == {None}
+        else:
+            with pytest.raises(EngineStoppedError):
+                await job.run()
+        assert (next(refusals, None) is None) == ends_well
+
+    asyncio.run(check())
 
 
 def test_a_refusal_without_anybody_to_wait_for_is_the_answer():

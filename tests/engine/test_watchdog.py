@@ -1,9 +1,12 @@
 """The watchdog on a clock that the tests turn: when an engine is stuck, ready again, dead; and what does not count."""
 
+import logging
+import threading
+
 import pytest
 
 from jaxserve.core import EngineDeadError, EngineStuckError, NotReadyError, RejectedError
-from jaxserve.engine import engine_thread
+from jaxserve.engine import engine_thread, log_aside
 from tests.engine.watched import EXIT_S, START_S, STEP_S, Watched, until
 
 
@@ -200,15 +203,36 @@ def test_one_that_is_shut_down_in_a_step_that_hangs_has_died_of_it(watch, is_not
     assert thread.deaths == 1 and thread.fake.closed_with == [thread.error] and stream.errors
 
 
-def test_streams_fail_before_anything_is_logged(watch, monkeypatch):
-    """A log that nobody reads may hold whoever writes to it for ever."""
+@pytest.fixture
+def unread_log(monkeypatch):
+    """A log that holds whoever writes to it until the test's end; gives the records that wait."""
+    records, is_over = [], threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            records.append(record.getMessage())
+            is_over.wait()
+
+    handler = Handler()
+    monkeypatch.setattr(log_aside, "PATIENCE_S", 0.05)
+    logging.getLogger().addHandler(handler)
+    yield records
+    is_over.set()
+    logging.getLogger().removeHandler(handler)
+
+
+def test_a_log_that_nobody_reads_keeps_no_stuck_engine_alive(watch, unread_log):
     thread = watch()
     thread.in_step()
-    stream, found = thread.open(), []
-    monkeypatch.setattr(engine_thread.logging, "error", lambda *_, **__: found.append(len(stream.errors)))
-    assert thread.after(STEP_S + 1) == "stuck"
-    assert thread.after(EXIT_S) == "dead"
-    assert found == [1, 2] and thread.deaths == 1
+    stream = thread.open()
+    looking = threading.Thread(target=lambda: (thread.after(STEP_S + 1), thread.after(EXIT_S)), daemon=True)
+    looking.start()
+    looking.join(10)
+    assert not looking.is_alive(), "the watchdog waits for a reader"
+    assert thread.state == "dead" and thread.deaths == 1
+    assert len(stream.errors) == 2 and thread.fake.closed_with == [thread.error]
+    (record,) = unread_log
+    assert record == "the engine is stuck: it has made no step for 61.0 s; open requests fail, new ones are refused"
 
 
 def test_one_that_is_shut_down_between_steps_has_stopped(watch):
