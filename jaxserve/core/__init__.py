@@ -33,6 +33,7 @@ from jaxserve.core.views import (
     SlotView,
     WaitingView,
 )
+from jaxserve.core.whole_lines import write_whole
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -75,4 +76,5 @@ __all__ = [
     "WaitingView",
     "choice_seed",
     "peak_memory_bytes",
+    "write_whole",
 ]
