@@ -47,13 +47,20 @@ def main(argv: Sequence[str]) -> int:
     else:
         if state is not None and not state.is_ready:
             print(f"{flags.url} is {state.text}")
-        print("\n".join([*_summary_lines(summary), *(line for d in diagnoses for line in _diagnosis_lines(d))]))
+        print("\n".join(_report_lines(summary, diagnoses)))
     return 0
 
 
 def _look_at(pages: ServerPages) -> tuple[ServerState | None, TraceSummary]:
     """What a server says of its state, and what its metrics come to; they answer in every state."""
     return pages.state(), summary_of_metrics(pages.get("/metrics").decode("utf-8", "replace"), pages.url)
+
+
+def _report_lines(summary: TraceSummary, diagnoses: Sequence[Diagnosis]) -> list[str]:
+    """The figures, then what they mean; a death, which they do not show, comes before them."""
+    death = [line for each in diagnoses if each.name == "died" for line in (*_diagnosis_lines(each), "")]
+    others = [line for each in diagnoses if each.name != "died" for line in ("", *_diagnosis_lines(each))]
+    return [*death, *_summary_lines(summary), *others]
 
 
 def _summary_lines(summary: TraceSummary) -> list[str]:
@@ -72,7 +79,7 @@ def _spread_line(name: str, spread: Spread) -> str:
 
 
 def _diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
-    lines = ["", f"{diagnosis.name}: {diagnosis.says}"]
+    lines = [f"{diagnosis.name}: {diagnosis.says}"]
     lines += [f"  {name:<28}{value:.6g}" for name, value in diagnosis.figures.items()]
     if diagnosis.flags:
         lines.append(f"  try: {' '.join(f'--{flag}' for flag in diagnosis.flags)}")

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         exit_with(str(error))
     if reader.header.died_of:
-        print(f"note: the engine died of {reader.header.died_of.splitlines()[0]}")
+        print(f"note: the engine died of {reader.header.death}")
     _tell(report)
     return 0 if report.difference is None else 1
 

@@ -56,6 +56,41 @@ def test_json_holds_the_same(trace: Path, capsys: pytest.CaptureFixture[str]) ->
     assert diagnosis["figures"]["queue_share_of_slowest"] > 0.9
 
 
+def dumped(trace: Path, error: str) -> Path:
+    """The trace as an engine leaves it that has died."""
+    header, *records = trace.read_text().splitlines(keepends=True)
+    trace.write_text(json.dumps(json.loads(header) | {"died": {"error": error}}) + "\n" + "".join(records))
+    return trace
+
+
+def test_of_an_engine_that_died_the_death_comes_first(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dumped(trace, "XlaRuntimeError: INTERNAL: broken\nsecond line")
+    assert main(["prog", f"--trace={trace}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("died: The engine died of XlaRuntimeError: INTERNAL: broken\n  The traceback is in")
+    assert "second line" not in out and out.count("The engine died") == 1
+    assert out.index("60 offered") < out.index("\n\nttft_queueing: "), "the rest is as of any trace"
+    assert main(["prog", f"--trace={trace}", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["summary"]["died_of"] == "XlaRuntimeError: INTERNAL: broken"
+    assert [each["name"] for each in report["diagnoses"]] == ["died", "ttft_queueing"]
+
+
+@pytest.mark.parametrize("num_requests", [0, 3])
+def test_an_engine_that_died_was_not_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_requests: int
+) -> None:
+    arrivals = [Arrival(9.0 * index, make_request(f"r{index}", 4, 5)) for index in range(num_requests)]
+    trace = run(arrivals, tmp_path / "trace.jsonl", SchedulerConfig(max_num_seqs=2))
+    assert main(["prog", f"--trace={trace}"]) == 0
+    assert ("healthy: " if num_requests else "no_data: ") in capsys.readouterr().out
+    dumped(trace, "OSError: x")
+    assert main(["prog", f"--trace={trace}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("died: The engine died of OSError: x\n")
+    assert "healthy" not in out and "othing to do" not in out and "no_data" not in out
+
+
 def test_mistakes_are_named(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give one of --trace and --url" in refusal(capsys)
     assert "give one of --trace and --url" in refusal(capsys, f"--trace={trace}", "--url=http://127.0.0.1:1")
