@@ -34,6 +34,11 @@ class ServerState:
     step_age_s: float | None = None
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it works on requests: it is ready, or ends those that it has."""
+        return self.is_ready or self.state == "draining"
+
+    @property
     def text(self) -> str:
         """State, reason and age in one line."""
         parts = [f"{self.state}: {self.reason}" if self.reason else self.state]
