@@ -1,6 +1,7 @@
 """The doctor reads a live server's metrics."""
 
 import json
+import re
 
 import pytest
 
@@ -61,6 +62,12 @@ def test_of_a_ready_server_no_state_is_told_but_in_json(fake_server, capsys):
     assert main(["prog", f"--url={fake_server.url}", "--json"]) == 0
     state = json.loads(capsys.readouterr().out)["state"]
     assert state == {"state": "ready", "is_ready": True, "reason": "", "step_age_s": None}
+
+
+def test_an_answer_that_is_not_expected_is_shown_with_its_message(fake_server, capsys):
+    assert main(["prog", f"--url={fake_server.url}/elsewhere"]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"/elsewhere/metrics answers 404 \(\w.*\); it must answer 200", told), told
 
 
 def test_a_server_that_guards_its_metrics_is_read_with_a_key(capsys, monkeypatch):
