@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.diagnoses import Diagnosis, diagnose
@@ -105,4 +106,4 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

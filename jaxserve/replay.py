@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler import TraceWriter
 from jaxserve.scheduler.trace_reader import TraceReader
@@ -105,4 +105,4 @@ def _tell(report: ReplayReport) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)
