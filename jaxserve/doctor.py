@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.diagnoses import Diagnosis, diagnose
@@ -24,36 +25,61 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      The exit status, 0: an ill run is an answer like any other.
+      The exit status: 0, an ill run is an answer like any other; 1 of a server that cannot be read, or neither is
+      ready nor drains.
 
     Raises:
-      SystemExit: non-zero on a bad argument, a damaged trace or a server that cannot be read.
+      SystemExit: 2 on a bad argument or a damaged trace.
     """
     flags = parse_flags("doctor", argv)
     if bool(flags.trace) == bool(flags.url):
         exit_with("give one of --trace and --url: the trace or the server to look at")
-    state: ServerState | None = None
+    if flags.url:
+        return _examine_server(flags.url, flags.api_key, flags.json)
     try:
-        if flags.url:
-            state, summary = _look_at(ServerPages(flags.url, flags.api_key))
-        else:
-            summary = summarize(TraceReader(flags.trace), flags.trace)
-    except (OSError, ValueError, UnreadableServerError) as error:
+        summary = summarize(TraceReader(flags.trace), flags.trace)
+    except (OSError, ValueError) as error:
         exit_with(str(error))
-    diagnoses = diagnose(summary)
-    if flags.json:
-        report = {"summary": asdict(summary), "diagnoses": [asdict(diagnosis) for diagnosis in diagnoses]}
-        print(json.dumps(({"state": asdict(state)} if state else {}) | report, indent=2))
-    else:
-        if state is not None and not state.is_ready:
-            print(f"{flags.url} is {state.text}")
-        print("\n".join([*_summary_lines(summary), *(line for d in diagnoses for line in _diagnosis_lines(d))]))
+    _print_report(summary, None, flags.json)
     return 0
 
 
-def _look_at(pages: ServerPages) -> tuple[ServerState | None, TraceSummary]:
-    """What a server says of its state, and what its metrics come to; they answer in every state."""
-    return pages.state(), summary_of_metrics(pages.get("/metrics").decode("utf-8", "replace"), pages.url)
+def _examine_server(url: str, api_key: str | None, as_json: bool) -> int:
+    """Prints what a server's metrics tell; of one that does not go on, its state alone: no setting mends that.
+
+    Returns:
+      The exit status.
+    """
+    try:
+        pages = ServerPages(url, api_key)
+        state = pages.state()
+        if state is not None and not state.goes_on:
+            print(json.dumps({"state": asdict(state)}, indent=2) if as_json else f"{pages.url} is {state.text}")
+            return 1
+        summary = summary_of_metrics(pages.get("/metrics").decode("utf-8", "replace"), pages.url)
+    except (ValueError, UnreadableServerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    _print_report(summary, state, as_json)
+    return 0
+
+
+def _print_report(summary: TraceSummary, state: ServerState | None, as_json: bool) -> None:
+    diagnoses = diagnose(summary)
+    if as_json:
+        report = {"summary": asdict(summary), "diagnoses": [asdict(diagnosis) for diagnosis in diagnoses]}
+        print(json.dumps(({"state": asdict(state)} if state else {}) | report, indent=2))
+        return
+    if state is not None and not state.is_ready:
+        print(f"{summary.source} is {state.text}")
+    print("\n".join(_report_lines(summary, diagnoses)))
+
+
+def _report_lines(summary: TraceSummary, diagnoses: Sequence[Diagnosis]) -> list[str]:
+    """The figures, then what they mean; a death, which they do not show, comes before them."""
+    death = [line for each in diagnoses if each.name == "died" for line in (*_diagnosis_lines(each), "")]
+    others = [line for each in diagnoses if each.name != "died" for line in ("", *_diagnosis_lines(each))]
+    return [*death, *_summary_lines(summary), *others]
 
 
 def _summary_lines(summary: TraceSummary) -> list[str]:
@@ -72,7 +98,7 @@ def _spread_line(name: str, spread: Spread) -> str:
 
 
 def _diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
-    lines = ["", f"{diagnosis.name}: {diagnosis.says}"]
+    lines = [f"{diagnosis.name}: {diagnosis.says}"]
     lines += [f"  {name:<28}{value:.6g}" for name, value in diagnosis.figures.items()]
     if diagnosis.flags:
         lines.append(f"  try: {' '.join(f'--{flag}' for flag in diagnosis.flags)}")
@@ -80,4 +106,4 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

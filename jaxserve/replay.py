@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler import TraceWriter
 from jaxserve.scheduler.trace_reader import TraceReader
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         exit_with(str(error))
     if reader.header.died_of:
-        print(f"note: the engine died of {reader.header.died_of.splitlines()[0]}")
+        print(f"note: the engine died of {reader.header.death}")
     _tell(report)
     return 0 if report.difference is None else 1
 
@@ -105,4 +105,4 @@ def _tell(report: ReplayReport) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

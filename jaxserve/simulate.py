@@ -17,6 +17,7 @@ from typing import Any
 
 from absl.flags import FlagValues
 
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import exit_with, flags_of, parse_flags
 from jaxserve.sim import scenario as scenarios
 from jaxserve.sim.settings import SETTINGS, given_settings
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> None:
         status = _run_scenario(flags) if flags.scenario else _run_workload(flags)
     except ValueError as error:
         exit_with(str(error))
+    except BrokenPipeError:
+        raise  # of the output, not of a file
     except OSError as error:
         exit_with(f"{error.filename}: {error.strerror}")
     raise SystemExit(status)
@@ -81,4 +84,4 @@ def _write(path: str | None, document: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    run_command(main)

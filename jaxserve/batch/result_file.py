@@ -8,7 +8,6 @@ on a full disk, takes back what it has written of its line. The disk itself is t
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import stat
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.batch.records import ID_PREFIX, RequestLine, Result, parse_result
+from jaxserve.core import write_whole
 from jaxserve.faults import failpoint
 
 SYNC_PERIOD_S = 10.0
@@ -116,17 +116,12 @@ class ResultFile:
         Raises:
           ResultFileError: it is not there; neither is a part of it.
         """
-        left = memoryview(line)
         try:
             failpoint("batch.write")
-            while left:
-                left = left[os.write(self._fd, left) :]
-            self._size += len(line)
+            self._size = write_whole(self._fd, line, self._size)
             if self._clock() - self._synced_at >= SYNC_PERIOD_S:
                 self._sync()
-        except Exception as error:  # of any kind: no part of the line may stay
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, self._size)
+        except Exception as error:
             reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise ResultFileError(f"{self.path}: {reason}") from error
 

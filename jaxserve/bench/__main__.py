@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from jaxserve.bench.report import MeasurementError
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import exit_with, parse_flags
 
 MEASUREMENTS = (
@@ -40,4 +41,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    run_command(main)

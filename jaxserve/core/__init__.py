@@ -34,6 +34,7 @@ from jaxserve.core.views import (
     SlotView,
     WaitingView,
 )
+from jaxserve.core.whole_lines import write_whole
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -78,4 +79,5 @@ __all__ = [
     "peak_memory_bytes",
     "queue_output",
     "write_last",
+    "write_whole",
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from absl.flags import FlagValues
 
 from jaxserve.config import EngineConfig
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.core import JaxserveError
 
@@ -46,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
         exit_with(str(error))
     except ImportError as error:
         exit_with(f"{error}\n--nocompile plans without a compiler, by arithmetic alone")
+    except BrokenPipeError:
+        raise  # of the output, not of a file
     except OSError as error:
         exit_with(f"{error.filename}: {error.strerror}")
     return 0
@@ -82,4 +85,4 @@ def _plan(flags: FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

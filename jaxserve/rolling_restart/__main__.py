@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from jaxserve.config.command import run_command
 from jaxserve.rolling_restart.restart import Restarted, rolling_restart
 from jaxserve.testing.serving_process import ServingProcess
 from jaxserve.testing.tiny import write_tiny_model
@@ -69,4 +69,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

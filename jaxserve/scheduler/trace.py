@@ -75,7 +75,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.config import SchedulerConfig
-from jaxserve.core import FinishReason, Rejection
+from jaxserve.core import FinishReason, Rejection, write_whole
 from jaxserve.faults import InjectedFault, failpoint
 from jaxserve.scheduler.page_ordinals import PageOrdinals
 from jaxserve.scheduler.plan import StepPlan, StepResult
@@ -302,7 +302,7 @@ def _transfers(plan: StepPlan) -> dict[str, Any]:
 class TraceWriter:
     """A trace sink: writes a header, then each record, as lines of JSON.
 
-    A full or lost disk ends the trace, with one logged error, never the engine.
+    A full or lost disk ends the trace at its last whole line, with one logged error, never the engine.
 
     Args:
       path: overwritten.
@@ -324,6 +324,7 @@ class TraceWriter:
     ) -> None:
         self._path = Path(path)
         self.num_errors = 0
+        self._size = 0
         self._file: FileIO | None = FileIO(self._path, "w")  # unbuffered: what happened before a crash is there
         settings = None if config is None else asdict(config)
         if settings and not settings["group_windows"]:
@@ -346,9 +347,8 @@ class TraceWriter:
             return
         try:
             failpoint("trace.write")
-            line = memoryview(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-            while line:
-                line = line[self._file.write(line) :]
+            line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+            self._size = write_whole(self._file.fileno(), line, self._size)
         except (OSError, InjectedFault) as error:
             logger.error("trace_file %s ends here: %s", self._path, error)
             self.num_errors += 1

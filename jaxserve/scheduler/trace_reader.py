@@ -114,10 +114,12 @@ def _header(line: TraceFields) -> TraceHeader:
             f"{line.where}: config has {', '.join(unknown)}; this version of jaxserve knows no such setting;"
             " use the version that recorded it"
         )
+    died = line.data.get("died")
+    if died is not None and not (isinstance(died, dict) and isinstance(died.get("error"), str)):
+        line.wrong("died", "an object whose `error` is a text")
     try:
         classes = tuple(ServiceClass(**each) for each in settings.get("service_classes", ()))
         config = SchedulerConfig(**{**settings, "service_classes": classes})
-        died = line.data.get("died")
         return TraceHeader(line.text("model"), config, died_of=died["error"] if died else "")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{line.where}: config: {error}; the file is damaged, record it again") from error

@@ -25,6 +25,11 @@ class TraceHeader:
     died_of: str = ""
 
     @property
+    def death(self) -> str:
+        """The first line of `died_of`."""
+        return self.died_of.split("\n", 1)[0]
+
+    @property
     def first_iteration(self) -> int:
         """Number of the first iteration."""
         return 0 if self.snapshot is None else int(self.snapshot["iteration"])

@@ -2,6 +2,7 @@
 
 | name | symptom |
 |---|---|
+| died | the trace was left by an engine that died: the others are of the time before |
 | kv_pressure | slots idle while the queue waits for pages |
 | no_refill | slots idle while the queue waits for a whole batch to end |
 | ttft_queueing | the slowest first tokens spent their time in the queue |
@@ -61,11 +62,15 @@ class Diagnosis:
 
 
 def diagnose(summary: TraceSummary) -> list[Diagnosis]:
-    """Every finding, causes first; "healthy" when there is none, "no_data" when nothing was offered."""
+    """Every finding, causes first; "healthy" when there is none, "no_data" when nothing was offered.
+
+    Of an engine that died the first is "died", and it is never healthy.
+    """
+    if summary.died_of:
+        return [_died(summary), *_found(summary)]
     if not summary.offered:
         return [Diagnosis("no_data", "No request came in.", {}, (), "Record a run with requests.")]
-    found = [diagnosis for check in CHECKS if (diagnosis := check(summary))]
-    return found or [_healthy(summary)]
+    return _found(summary) or [_healthy(summary)]
 
 
 def kv_pressure(summary: TraceSummary) -> Diagnosis | None:
@@ -212,7 +217,10 @@ def itl_tail(summary: TraceSummary) -> Diagnosis | None:
             "Gaps between tokens are long in iterations that had no more work than others.",
             {},
             (),
-            "Something outside the scheduler took the time: look for other load on the host or the device.",
+            "What the engine died of may have taken the time before it ended it; so may other load on the host or the"
+            " device."
+            if summary.died_of
+            else "Something outside the scheduler took the time: look for other load on the host or the device.",
         )
     if itl is None or not _long(itl) or itl_steps(summary) is not None:
         return None
@@ -274,6 +282,20 @@ CHECKS: tuple[Callable[[TraceSummary], Diagnosis | None], ...] = (
     long_outputs,
     rejections,
 )
+
+
+def _found(summary: TraceSummary) -> list[Diagnosis]:
+    return [diagnosis for check in CHECKS if (diagnosis := check(summary))]
+
+
+def _died(summary: TraceSummary) -> Diagnosis:
+    return Diagnosis(
+        "died",
+        f"The engine died of {summary.died_of}",
+        {},
+        (),
+        "The traceback is in the first line of the file, under `died`. What follows is of its last iterations.",
+    )
 
 
 def _healthy(summary: TraceSummary) -> Diagnosis:

@@ -8,10 +8,10 @@ and what others published.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.sim.batching_figures import length_variance, long_among_short, mixed_lengths, offline_batches
 from jaxserve.sim.figure import Figure, markdown_table
@@ -44,4 +44,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    run_command(main)

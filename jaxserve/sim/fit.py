@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import exit_with, parse_flags
 from jaxserve.scheduler.trace_reader import TraceReader
 from jaxserve.sim.cost_model import LinearCost, Windows, mean_seen
@@ -231,4 +231,4 @@ def _least_absolute(columns: Matrix, durations: Matrix) -> Matrix:
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    run_command(main)

@@ -34,6 +34,11 @@ class ServerState:
     step_age_s: float | None = None
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it works on requests: it is ready, or ends those that it has."""
+        return self.is_ready or self.state == "draining"
+
+    @property
     def text(self) -> str:
         """State, reason and age in one line."""
         parts = [f"{self.state}: {self.reason}" if self.reason else self.state]
@@ -82,12 +87,18 @@ class ServerPages:
         """What the server says of itself; None where what answers has no such page.
 
         Raises:
-          UnreadableServerError: there is no answer, or the server wants a key, or another.
+          UnreadableServerError: there is no answer, the server wants a key, or another, or it is a router.
         """
         status, body = self._ask("/ready")
         if status in (401, 403):
             raise _told(f"{self.url}/ready", status, _message(body))
-        return _read_state(body) if status in (200, 503) else None
+        if status not in (200, 503):
+            return None
+        if _is_of_router(body):
+            raise UnreadableServerError(
+                f"{self.url} is a router; ask a replica at its own address, as {self.url}/v1/router/replicas lists"
+            )
+        return _read_state(body)
 
     def _ask(self, path: str) -> tuple[int, bytes]:
         """Status and body.
@@ -120,7 +131,16 @@ def _told(address: str, status: int, message: str) -> UnreadableServerError:
             return ForbiddenError(message)
         case 503:
             return UnreadableServerError(f"{address} is not ready: {message}")
-    return UnreadableServerError(f"{address} answers {status}; it must answer 200; is it a jaxserve server?")
+    says = f" ({message})" if message else ""
+    return UnreadableServerError(f"{address} answers {status}{says}; it must answer 200; is it a jaxserve server?")
+
+
+def _is_of_router(ready: bytes) -> bool:
+    """Whether a router wrote this answer to /ready: it counts its replicas."""
+    try:
+        return "in_rotation" in json.loads(ready)
+    except (ValueError, TypeError):
+        return False
 
 
 def _read_state(body: bytes) -> ServerState | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxserve.config import SchedulerConfig
 from jaxserve.config.policy_config import GROWING_RESERVATIONS
@@ -221,7 +221,7 @@ def summarize(reader: TraceReader, source: str) -> TraceSummary:
     Raises:
       ValueError: it is damaged.
     """
-    return summarize_records(reader, reader.header.config, source)
+    return replace(summarize_records(reader, reader.header.config, source), died_of=reader.header.death)
 
 
 def summarize_records(records: Iterable[EventsRecord], config: SchedulerConfig, source: str) -> TraceSummary:

@@ -22,6 +22,7 @@ class TraceSummary:
 
     Attributes:
       source: the trace's path or the server's address.
+      died_of: of what the engine died that left the trace, in one line; "" of others.
       max_num_seqs: slots.
       offered: arrivals, the refused included.
       ended: live requests that ended, by completed, aborted, expired and failed.
@@ -68,3 +69,4 @@ class TraceSummary:
     not_refilled: float | None = None
     waiting: int | None = None
     kv_usage: float | None = None
+    died_of: str = ""

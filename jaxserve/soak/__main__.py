@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from jaxserve.config.command import run_command
 from jaxserve.faults import ALLOW_VARIABLE
 from jaxserve.soak.kinds import Sizes
 from jaxserve.soak.report import document, text, write
@@ -113,4 +113,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from jaxserve.config.command import run_command
 from jaxserve.config.flags import parse_flags
 from jaxserve.sim.server_pages import UnreadableServerError
 from jaxserve.top.frame import frame
@@ -65,4 +66,4 @@ def _watch(reader: ServerReader, first: Sample, interval_s: float, console: Cons
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    run_command(main)

@@ -56,7 +56,7 @@ class ServerReader:
             server.
         """
         told = self._pages.state()
-        if told is not None and not told.is_ready and told.state != "draining":
+        if told is not None and not told.goes_on:
             raise UnreadableServerError(f"{self.url} is {told.text}")
         metrics = MetricSamples(self._pages.get("/metrics").decode("utf-8", "replace"))
         load = self._json("/load")

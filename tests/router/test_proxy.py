@@ -11,7 +11,9 @@ import time
 import pytest
 
 from jaxserve.config.api_keys import ApiKey
+from jaxserve.doctor import main as doctor
 from jaxserve.router.settings import HealthSettings, ProxySettings, RouterSettings
+from jaxserve.top.__main__ import main as top
 from tests.router.scripts import BODY, ROUND_ROBIN, refuse
 from tests.router.upstreams import DONE, EVENT
 from tests.server.running import error_of, raw_request, read_until, until
@@ -246,6 +248,19 @@ def test_what_is_of_one_replica_is_refused_saying_where(make_replica, make_route
         error = error_of(client.get(path), 404)
     assert error["code"] == "of_one_replica" and "/v1/router/replicas" in error["message"]
     assert not replica.seen
+
+
+@pytest.mark.parametrize("state", ["ready", "no_replica", "draining"])
+@pytest.mark.parametrize("command", [top, doctor])
+def test_the_commands_that_look_at_a_server_send_to_its_replicas(make_replica, make_router, capsys, command, state):
+    router = make_router(*([] if state == "no_replica" else [make_replica()]))
+    if state == "draining":
+        router.call(lambda: setattr(router.pool, "draining", True))
+    with router.client() as client:
+        assert client.get("/ready").json()["state"] == state
+    assert command(["prog", f"--url={router.url}/"]) == 1
+    where = f"ask a replica at its own address, as {router.url}/v1/router/replicas lists"
+    assert capsys.readouterr() == ("", f"error: {router.url} is a router; {where}\n")
 
 
 def test_unknown_paths_and_methods_reach_no_replica(make_replica, make_router):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -148,3 +150,27 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(caplog: pytest.LogCapture
         writer({"iteration": 0})
     (message,) = caplog.messages
     assert "trace_file /dev/full ends here" in message
+
+
+LIMITED = """
+import resource, signal, sys
+from jaxserve.scheduler import TraceWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+writer = TraceWriter(sys.argv[1], model="tiny", died={"error": "x"} if sys.argv[2:] else None)
+for number in range(100):
+    writer({"iteration": number, "padding": "x" * 50})
+print(writer.num_errors)
+"""
+
+
+@pytest.mark.parametrize("died", [(), ("died",)], ids=["trace", "crash dump"])
+def test_a_disk_that_fills_up_amid_a_line_leaves_whole_lines(tmp_path: Path, died: tuple[str, ...]) -> None:
+    path = tmp_path / "trace.jsonl"
+    done = subprocess.run([sys.executable, "-c", LIMITED, path, *died], capture_output=True, text=True)
+    assert done.stdout == "1\n" and "ends here: [Errno 27]" in done.stderr
+    text = path.read_text()
+    assert text.endswith("\n") and 900 < len(text) < 1000, "the write that failed took a part"
+    header, *records = map(json.loads, text.splitlines())
+    assert header["model"] == "tiny" and ("died" in header) == bool(died)
+    assert [record["iteration"] for record in records] == list(range(len(records)))

@@ -78,6 +78,8 @@ def test_records_are_typed_and_can_be_read_twice(trace: Path) -> None:
     [
         (1, lambda h: h.update(kind="x"), 'FILE line 1: kind is "x"; it must be "header": a trace begins with one'),
         (1, lambda h: h.update(schema_version=2), "schema_version is 2; this version of jaxserve reads 3, 4 and 5;"),
+        (1, lambda h: h.update(died={}), "died is {}; it must be an object whose `error` is a text"),
+        (1, lambda h: h.update(died={"error": 5}), "it must be an object whose `error` is a text"),
         (1, lambda h: h.update(config=None), "config is null; it must be an object, the scheduler's settings"),
         (1, lambda h: h["config"].update(a=1), "config has a; this version of jaxserve knows no such setting"),
         (1, lambda h: h["config"].update(page_size=3), "config: page_size is 3; it must be a power of two"),

@@ -13,6 +13,7 @@ from jaxserve.config.api_keys import ApiKey
 from jaxserve.server.settings import HttpSettings
 from jaxserve.sim.metric_samples import MetricSamples
 from jaxserve.top.__main__ import main
+from tests.config.readerless import run_for_nobody
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import RunningServer, until
 
@@ -149,6 +150,11 @@ def test_latencies_of_an_interval_are_those_of_its_requests_alone():
     earlier, later = MetricSamples(text(100, 0)), MetricSamples(text(100, 10))
     assert later.since(earlier).spread("x").count == 10 and 1.0 < later.since(earlier).spread("x").p50 <= 2.0
     assert later.spread("x").p50 < 1.0 and later.since(earlier).total("n_total") == 0
+
+
+def test_one_frame_for_a_reader_that_has_gone_ends_quietly(fake_server):
+    words = ["-m", "jaxserve.top", "--once", "--interval_s=0.1", f"--url={fake_server.url}"]
+    assert run_for_nobody(*words) == (1, "")
 
 
 def test_it_needs_no_jax():

@@ -229,9 +229,14 @@ def test_expired_requests_count_as_lost(examine: Examine) -> None:
 
 def test_a_stall_without_work_is_not_blamed_on_the_scheduler(examine: Examine) -> None:
     """The host sleeps half a second in every twentieth iteration."""
-    _, found = examine(every(0.2, 60, output=30), pause_s=lambda plan: 0.5 * (plan.iteration % 20 == 19))
+    summary, found = examine(every(0.2, 60, output=30), pause_s=lambda plan: 0.5 * (plan.iteration % 20 == 19))
     assert "itl_tail" in found and not found.keys() & {"itl_decode_batch", "itl_prefill", "itl_preemption"}
     assert found["itl_tail"].figures["share_by_unexplained"] > 0.7
+    assert found["itl_tail"].advice.startswith("Something outside the scheduler took the time")
+    death, *others = diagnose(replace(summary, died_of="EngineStuckError: the engine made no step for 3.0 s"))
+    assert death.says == "The engine died of EngineStuckError: the engine made no step for 3.0 s"
+    (tail,) = (each for each in others if each.name == "itl_tail")
+    assert tail.advice.startswith("What the engine died of may have taken the time")
     _, found = examine(every(0.2, 60, output=30))
     assert "itl_tail" not in found
 

@@ -30,6 +30,14 @@ def trace(tmp_path: Path) -> Path:
     return run(arrivals, tmp_path / "trace.jsonl", SchedulerConfig(max_num_seqs=2))
 
 
+def unreadable(capsys: pytest.CaptureFixture[str], url: str) -> str:
+    """What is said of a server that cannot be read: one line."""
+    assert main(["prog", f"--url={url}"]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("error: ") and err.count("\n") == 1
+    return err
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     with pytest.raises(SystemExit) as raised:
         main(["prog", *words])
@@ -56,12 +64,47 @@ def test_json_holds_the_same(trace: Path, capsys: pytest.CaptureFixture[str]) ->
     assert diagnosis["figures"]["queue_share_of_slowest"] > 0.9
 
 
+def dumped(trace: Path, error: str) -> Path:
+    """The trace as an engine leaves it that has died."""
+    header, *records = trace.read_text().splitlines(keepends=True)
+    trace.write_text(json.dumps(json.loads(header) | {"died": {"error": error}}) + "\n" + "".join(records))
+    return trace
+
+
+def test_of_an_engine_that_died_the_death_comes_first(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dumped(trace, "XlaRuntimeError: INTERNAL: broken\nsecond line")
+    assert main(["prog", f"--trace={trace}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("died: The engine died of XlaRuntimeError: INTERNAL: broken\n  The traceback is in")
+    assert "second line" not in out and out.count("The engine died") == 1
+    assert out.index("60 offered") < out.index("\n\nttft_queueing: "), "the rest is as of any trace"
+    assert main(["prog", f"--trace={trace}", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["summary"]["died_of"] == "XlaRuntimeError: INTERNAL: broken"
+    assert [each["name"] for each in report["diagnoses"]] == ["died", "ttft_queueing"]
+
+
+@pytest.mark.parametrize("num_requests", [0, 3])
+def test_an_engine_that_died_was_not_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_requests: int
+) -> None:
+    arrivals = [Arrival(9.0 * index, make_request(f"r{index}", 4, 5)) for index in range(num_requests)]
+    trace = run(arrivals, tmp_path / "trace.jsonl", SchedulerConfig(max_num_seqs=2))
+    assert main(["prog", f"--trace={trace}"]) == 0
+    assert ("healthy: " if num_requests else "no_data: ") in capsys.readouterr().out
+    dumped(trace, "OSError: x")
+    assert main(["prog", f"--trace={trace}"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("died: The engine died of OSError: x\n")
+    assert "healthy" not in out and "othing to do" not in out and "no_data" not in out
+
+
 def test_mistakes_are_named(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give one of --trace and --url" in refusal(capsys)
     assert "give one of --trace and --url" in refusal(capsys, f"--trace={trace}", "--url=http://127.0.0.1:1")
     assert "No such file" in refusal(capsys, f"--trace={tmp_path}/none")
-    assert "--url is '127.0.0.1:8000'; it must begin with http://" in refusal(capsys, "--url=127.0.0.1:8000")
-    assert "does not answer: " in refusal(capsys, "--url=http://127.0.0.1:1")
+    assert "--url is '127.0.0.1:8000'; it must begin with http://" in unreadable(capsys, "127.0.0.1:8000")
+    assert "does not answer: " in unreadable(capsys, "http://127.0.0.1:1")
     trace.write_text("{}\n")
     assert "line 1: kind is missing" in refusal(capsys, f"--trace={trace}")
 
@@ -138,7 +181,7 @@ def test_a_server_is_asked_for_its_metrics(metrics_url: str, capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "110 offered, 90 completed, 2 expired, 10 refused" in out
     assert "kv_pressure: " in out and "kv_usage" in out and "try: --memory_fraction" in out
-    assert "answers 404; it must answer 200" in refusal(capsys, f"--url={metrics_url}/elsewhere")
+    assert "answers 404; it must answer 200" in unreadable(capsys, f"{metrics_url}/elsewhere")
 
 
 def test_it_runs_without_jax(trace: Path) -> None:
