@@ -4,7 +4,8 @@ ValueError                     a caller's mistake (bad parameter, too long, neve
 JaxserveError                  a state of the service
  ├─ RejectedError              refused at submit; `.rejection` says why: HTTP 429 / 503, or 400 for never-fits
  ├─ RequestFailedError         this request failed, others go on: HTTP 500
- │   └─ UnfollowableError      no output follows what it asks for any further: HTTP 400
+ │   ├─ UnfollowableError      no output follows what it asks for any further: HTTP 400
+ │   └─ CutShortError          it was open when the time to drain was over: HTTP 503
  ├─ EngineDeadError            the engine loop ended with an exception: HTTP 503
  ├─ HostLostError              another process of the engine is gone, hung or diverged: the engine dies of it
  ├─ NotReadyError              loading, warming up or draining: HTTP 503 + Retry-After
@@ -72,12 +73,22 @@ class UnfollowableError(RequestFailedError):
     """What the request asks of its output leaves nothing to go on with, which showed while tokens came."""
 
 
+class CutShortError(RequestFailedError):
+    """The server is shutting down, and the request had not ended in time."""
+
+    code = "draining"
+
+
 class EngineDeadError(JaxserveError):
     """The engine loop ended with an exception; only a restart helps."""
+
+    code = "engine_dead"
 
 
 class EngineStuckError(JaxserveError):
     """The engine has work and makes no progress: a step has not come back in time, or a start goes no further."""
+
+    code = "engine_stuck"
 
 
 class HostLostError(JaxserveError):

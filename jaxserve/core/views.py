@@ -191,6 +191,7 @@ class RequestRecord:
       rejected: it was never live, or it was displaced.
       metrics: its instants, final.
       last_token_at: instant of its last token; None without one.
+      cause: what ended all that was open, "engine_dead", "engine_stuck" or "draining"; "": nothing did.
     """
 
     request: Request
@@ -201,6 +202,7 @@ class RequestRecord:
     last_token_at: float | None
     num_output_tokens: int
     num_cached_tokens: int
+    cause: str = ""
 
     @property
     def queue_s(self) -> float | None:

@@ -16,6 +16,8 @@ import jax
 
 from jaxserve.core import (
     NO_TERMS,
+    CutShortError,
+    EngineDeadError,
     EngineStuckError,
     EngineTotals,
     EngineView,
@@ -29,6 +31,7 @@ from jaxserve.core import (
     StructuredOutputs,
     Submission,
     Terms,
+    UnfollowableError,
 )
 from jaxserve.engine.engine import Sink
 from jaxserve.engine.engine_thread import EngineThread
@@ -194,7 +197,7 @@ class AsyncEngine(EngineThread):
     async def drain(self, grace_s: float) -> bool:
         """Refuses new requests and waits for the live ones.
 
-        Past `grace_s` what is left fails with a `RequestFailedError`. A stuck engine is not waited for: all has failed.
+        Past `grace_s` what is left fails with a `CutShortError`. A stuck engine is not waited for: all has failed.
 
         Returns:
           Whether everything finished in time.
@@ -205,7 +208,7 @@ class AsyncEngine(EngineThread):
             await asyncio.sleep(0.02)
         left = self._streams.all()
         for stream in left:
-            stream.fail(RequestFailedError("the server is shutting down; the request was cut short"))
+            stream.fail(CutShortError("the server is shutting down; the request was cut short"))
             stream.cancel()
         return not left
 
@@ -217,7 +220,7 @@ class AsyncEngine(EngineThread):
             submission.prompt,
             list(submission.prompt_token_ids),
             submission.params.n,
-            lambda: self._cancel(stream, live),
+            lambda reason: self._cancel(stream, live, reason),
         )
         return stream, live
 
@@ -229,8 +232,15 @@ class AsyncEngine(EngineThread):
                 self._streams.forget(stream)
         stream.push(delta)
 
-    def _cancel(self, stream: RequestStream, live: dict[str, None]) -> None:
-        """Aborts the choices that have not ended; never another request that has taken over an id."""
-        reason = FinishReason.ERROR if isinstance(stream.error, EngineStuckError) else FinishReason.ABORT
+    def _cancel(self, stream: RequestStream, live: dict[str, None], reason: FinishReason) -> None:
+        """Aborts the choices that have not ended; never another request that has taken over an id.
+
+        They end as what their client is told: by the error that the stream failed with, or else for `reason`.
+        """
+        error, cause = stream.error, ""
+        if isinstance(error, EngineDeadError | EngineStuckError | CutShortError):
+            reason, cause = FinishReason.ERROR, error.code
+        elif isinstance(error, RequestFailedError):  # of another choice
+            reason = FinishReason.UNFOLLOWABLE if isinstance(error, UnfollowableError) else FinishReason.ERROR
         for choice_id in list(live):
-            self.engine.abort(choice_id, reason)
+            self.engine.abort(choice_id, reason, cause)

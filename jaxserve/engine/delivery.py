@@ -57,11 +57,12 @@ class Delivery:
         self._end(state, None, state.fail(error, now), now, forgets=forgets)
         self._scheduler.take_events()  # there is nothing more to say
 
-    def abort(self, state: RequestState, reason: str, now: float) -> bool:
-        """Ends a request; False when it is not live any more, whoever has its id."""
+    def abort(self, state: RequestState, reason: str, now: float, cause: str = "") -> bool:
+        """Ends a request; False when it is not live any more, whoever has its id. `cause`: see `RequestRecord`."""
         request_id = state.request.request_id
         if self.states.get(request_id) is not state:
             return False
+        state.cause = cause
         self._scheduler.abort(request_id, now, reason)
         self.take_early_ends(now)
         return True

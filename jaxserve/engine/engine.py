@@ -85,7 +85,7 @@ class Engine:
     ) -> None:
         self._clock = clock
         self._lock = EngineLock()
-        self._late_aborts: list[tuple[RequestState, str]] = []
+        self._late_aborts: list[tuple[RequestState, str, str]] = []
         self._progress = progress or (lambda *_: None)
         self._followers = lead(config)
         enable_compile_cache(config.compile_cache)
@@ -303,16 +303,19 @@ class Engine:
             for request, index, sink in arrivals:
                 self._delivery.open(request, index, sink, now if request.received_at is None else request.received_at)
 
-    def abort(self, request_id: str, reason: str = FinishReason.ABORT) -> bool:
-        """Ends a request at any stage; False when it is not live. Its last delta is delivered."""
+    def abort(self, request_id: str, reason: str = FinishReason.ABORT, cause: str = "") -> bool:
+        """Ends a request at any stage; False when it is not live. Its last delta is delivered.
+
+        `cause`: see `RequestRecord`.
+        """
         state = self._delivery.states.get(request_id)
         if state is None:
             return False
         try:
             with self._lock.soon():
-                return self._delivery.abort(state, reason, self._clock())
+                return self._delivery.abort(state, reason, self._clock(), cause)
         except EngineStuckError:
-            self._late_aborts.append((state, reason))  # for the next step, if there is one
+            self._late_aborts.append((state, reason, cause))  # for the next step, if there is one
             return True
 
     def abort_all(self, reason: str = FinishReason.ABORT) -> None:
@@ -351,9 +354,9 @@ class Engine:
           ended, and when those that are live may not run yet.
         """
         while self._late_aborts:
-            state, reason = self._late_aborts.pop(0)
+            state, reason, cause = self._late_aborts.pop(0)
             with self._lock:
-                self._delivery.abort(state, reason, self._clock())
+                self._delivery.abort(state, reason, self._clock(), cause)
         placed = self.adapters.has_pending and self.adapters.place_pending()
         return self._iterations.step() or placed
 

@@ -235,6 +235,8 @@ class EngineThread:
         log_aside(logging.ERROR, "engine died: %r", error, exc_info=None if expected else error)
         if self._engine is not None:
             self._engine.close(error)
+        for stream in self._streams.all():
+            stream.cancel()  # whose reader does not see to it: each has its end in the counts
 
     def _not_going_on(self) -> JaxserveError:
         """What requests of a stuck or dead engine fail with."""

@@ -110,6 +110,7 @@ class EngineMonitor:
                     state.last_token_at,
                     state.num_output_tokens,
                     state.num_cached_tokens,
+                    state.cause,
                 )
             )
 

@@ -75,7 +75,7 @@ class RequestState:
     """
 
     __slots__ = (
-        *("request", "index", "metrics", "last_token_at", "num_output_tokens", "num_cached_tokens", "plain"),
+        *("request", "index", "metrics", "last_token_at", "num_output_tokens", "num_cached_tokens", "plain", "cause"),
         *("_grammar", "_sink", "_tokenizer", "_detokenizer", "_stops", "_prompt_logprobs"),
     )
 
@@ -95,6 +95,7 @@ class RequestState:
         self.last_token_at: float | None = None
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.cause = ""  # see `RequestRecord`
         self._sink = sink
         self._tokenizer = tokenizer
         params = request.params

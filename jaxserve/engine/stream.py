@@ -35,7 +35,7 @@ class RequestStream:
       prompt: its text, when it was text.
       prompt_token_ids: int[L].
       n: choices.
-      cancel: aborts what is left of the request.
+      cancel: aborts what is left of the request, for the reason given.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RequestStream:
         prompt: str | None,
         prompt_token_ids: list[int],
         n: int,
-        cancel: Callable[[], None],
+        cancel: Callable[[FinishReason], None],
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -94,9 +94,9 @@ class RequestStream:
                 self._error = error
             self._signal()
 
-    def cancel(self) -> None:
-        """Aborts what still runs; harmless when nothing does."""
-        self._cancel()
+    def cancel(self, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Aborts what still runs, for `reason` unless the stream has failed; harmless when nothing runs."""
+        self._cancel(reason)
 
     async def __aiter__(self) -> AsyncIterator[OutputDelta]:
         """Yields deltas until every choice ended.

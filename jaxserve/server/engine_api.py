@@ -15,6 +15,7 @@ from jaxserve.core import (
     Adapter,
     EngineTotals,
     EngineView,
+    FinishReason,
     Logprob,
     Recording,
     Rejection,
@@ -108,7 +109,10 @@ class StreamApi(Protocol):
         ...
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
-    def cancel(self) -> None: ...
+    def cancel(self, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Aborts what still runs, for `reason` unless it has failed."""
+        ...
+
     async def collect(self) -> RequestOutput: ...
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from jaxserve.core import (
     AdapterNotFoundError,
+    CutShortError,
     EngineDeadError,
     EngineStuckError,
     FinishReason,
@@ -166,11 +167,13 @@ def to_api_error(exc: BaseException) -> ApiError:
         case NotReadyError():
             return ApiError("unavailable", str(exc), code="not_ready", retry_after_s=exc.retry_after_s)
         case EngineDeadError():
-            return ApiError("unavailable", f"the engine stopped: {exc}", code="engine_dead", retry_after_s=30.0)
+            return ApiError("unavailable", f"the engine stopped: {exc}", code=exc.code, retry_after_s=30.0)
         case EngineStuckError():
-            return ApiError("unavailable", str(exc), code="engine_stuck", retry_after_s=30.0)
+            return ApiError("unavailable", str(exc), code=exc.code, retry_after_s=30.0)
         case UnfollowableError():
             return ApiError("invalid", str(exc), param=_param(str(exc)), code="unfollowable")
+        case CutShortError():
+            return ApiError("unavailable", str(exc), code=exc.code, retry_after_s=5.0)
         case RequestFailedError():
             return ApiError("internal", f"the request failed: {exc}", code="request_failed")
         case ValueError():
@@ -205,13 +208,16 @@ def unfinished_error(finish_reason: str | None, state: str) -> ApiError | None:
     return None
 
 
-def status_of_end(outcome: str, rejected: bool) -> int:
+def status_of_end(outcome: str, rejected: bool, cause: str = "") -> int:
     """The HTTP status that an end comes down to, also where a stream had begun with 200; 499: the client left.
 
     Args:
       outcome: a `FinishReason` value, or the reason of a rejection.
       rejected: it is a rejection.
+      cause: see `RequestRecord`.
     """
+    if cause:
+        return KINDS["unavailable"].http_status
     if rejected:
         return KINDS[_REJECTIONS.get(outcome, "overloaded")].http_status
     return _STATUS_OF_END[FinishReason(outcome)]

@@ -12,8 +12,9 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
+from jaxserve.core import FinishReason
 from jaxserve.server.auth import KeyRing
-from jaxserve.server.engine_api import EngineApi
+from jaxserve.server.engine_api import EngineApi, StreamApi
 from jaxserve.server.errors import ApiError, stream_error
 from jaxserve.server.grpc_convert import error_metadata
 
@@ -57,6 +58,16 @@ def seconds_left(context: Context) -> float | None:
     if left is not None and left <= 0:
         raise ApiError("expired", "the call's deadline has passed", code="deadline_exceeded")
     return left
+
+
+def cancel_with(context: Context, stream: StreamApi, deadline_s: float | None) -> None:
+    """Aborts what is left of a call's stream; it has expired where the call ended by its deadline, of `deadline_s`.
+
+    The client's clock may be first: its deadline travels rounded up, by 1 % at most, and takes its time.
+    """
+    left = context.time_remaining()
+    late = deadline_s is not None and left is not None and left <= max(0.02 * deadline_s, 0.1)
+    stream.cancel(FinishReason.EXPIRED if late else FinishReason.ABORT)
 
 
 def tenant_of_call(keys: KeyRing, metadata: Any) -> str:

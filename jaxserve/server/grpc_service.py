@@ -24,6 +24,7 @@ from jaxserve.server.grpc_guard import (
     Context,
     KeyInterceptor,
     MessageInterceptor,
+    cancel_with,
     errors_to_status,
     quiet_lost_clients,
     seconds_left,
@@ -112,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._service.check_tokenizer()
         (stream,) = await self._service.submit([prompt], lambda _: params, request_id, terms, grammar, model)
         # A call that ends while a message is being written never resumes this generator.
-        context.add_done_callback(lambda _: stream.cancel())
+        context.add_done_callback(lambda _: cancel_with(context, stream, terms.deadline_s))
         info: pb.PromptInfo | None = pb.PromptInfo(request_id=request_id, token_ids=prompt)
         num_finished = num_tokens = 0
         try:
@@ -139,7 +140,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     )
                 yield response
         finally:
-            stream.cancel()
+            cancel_with(context, stream, terms.deadline_s)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Token ids of a text or a chat."""

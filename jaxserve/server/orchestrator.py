@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from jaxserve.core import SamplingParams, Terms
 from jaxserve.server.auth import KeyRing
 from jaxserve.server.errors import ApiError, unfinished_error
-from jaxserve.server.grpc_guard import Context, errors_to_status, seconds_left, tenant_of_call
+from jaxserve.server.grpc_guard import Context, cancel_with, errors_to_status, seconds_left, tenant_of_call
 from jaxserve.server.proto import orchestrator_pb2 as pb
 from jaxserve.server.proto import orchestrator_pb2_grpc
 from jaxserve.server.service import GenerationService, new_request_id
@@ -44,7 +44,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
                 tenant=tenant_of_call(self._keys, context.invocation_metadata()),
             )
             (stream,) = await self._service.submit([prompt], lambda _: params, new_request_id("gen"), terms)
-            context.add_done_callback(lambda _: stream.cancel())
+            context.add_done_callback(lambda _: cancel_with(context, stream, terms.deadline_s))
             try:
                 async for delta in stream:
                     error = unfinished_error(delta.finish_reason, self._engine.state)
@@ -54,7 +54,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
                     samples[delta.index] = _Sample(text=delta.text, token_ids=delta.token_ids)
                     yield pb.DecodeResponse(stream_content=pb.DecodeResponse.StreamContent(samples=samples))
             finally:
-                stream.cancel()
+                cancel_with(context, stream, terms.deadline_s)
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
         """What `/ready` says."""

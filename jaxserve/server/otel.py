@@ -82,7 +82,7 @@ class SpanSink:
             span.add_event("prefill", timestamp=nanoseconds(metrics.first_scheduled_at))
         if metrics.first_token_at is not None:
             span.add_event("decode", timestamp=nanoseconds(metrics.first_token_at))
-        if status_of_end(record.outcome, record.rejected) != 200:
+        if status_of_end(record.outcome, record.rejected, record.cause) != 200:
             span.set_attribute("error.type", record.outcome)
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, record.outcome))
         ended_at = metrics.arrived_at if metrics.finished_at is None else metrics.finished_at

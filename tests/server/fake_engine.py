@@ -130,7 +130,7 @@ class FakeStream:
         self._engine = engine
         self._params = params
 
-    def cancel(self) -> None:
+    def cancel(self, reason: str = "abort") -> None:
         if self._engine.live.pop(self.request_id, None) is not None:
             self._engine.num_cancelled += 1
         self._engine.metrics.running.set(len(self._engine.live))

@@ -109,21 +109,31 @@ def test_an_empty_request_is_refused(stub):
     assert code == grpc.StatusCode.INVALID_ARGUMENT and "input" in details
 
 
-def test_a_deadline_ends_generation(stub, server):
+@pytest.fixture
+def ends(server, monkeypatch):
+    """What became of the requests, in order."""
+    ends = []
+    monkeypatch.setattr(server.engine.engine.monitor, "on_request_end", lambda record: ends.append(record.outcome))
+    return ends
+
+
+@pytest.mark.parametrize("timeout_s", [0.2, 0.95, 1.05])
+def test_a_deadline_ends_generation_as_expired(stub, server, ends, timeout_s):
     engine = server.engine.engine
     engine.gate.clear()
-    code, _, _ = failure(stub.Generate(request(), timeout=0.2))
+    code, _, _ = failure(stub.Generate(request(), timeout=timeout_s))
     assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-    until(lambda: not engine.has_work, 2, "nothing runs")
+    until(lambda: ends == ["expired"], 2, "it has expired")
 
 
-def test_a_cancelled_call_ends_generation(stub, server):
+@pytest.mark.parametrize("timeout_s", [None, 30])
+def test_a_cancelled_call_ends_generation_as_aborted(stub, server, ends, timeout_s):
     engine = server.engine.engine
     engine.gate.clear()
-    call = stub.Generate(request())
+    call = stub.Generate(request(), timeout=timeout_s)
     until(lambda: engine.has_work, what="submitted")
     call.cancel()
-    until(lambda: not engine.has_work, 2, "nothing runs")
+    until(lambda: ends == ["abort"], 2, "it was aborted")
 
 
 def test_abort_ends_a_request_of_either_front(stub, server):

@@ -116,6 +116,12 @@ def test_each_end_has_its_status(outcome, rejected, status):
     assert request_fields(record(outcome, rejected))["status"] == status
 
 
+@pytest.mark.parametrize("cause", ["engine_dead", "engine_stuck", "draining"])
+def test_what_ended_with_all_that_was_open_has_the_status_that_its_client_got(lines, cause):
+    RequestLog()(record("error", cause=cause))
+    assert f" status=503 finish_reason=error cause={cause} " in lines()[0]
+
+
 def test_a_prompt_is_logged_only_when_asked_for_and_cut(lines, caplog):
     log = RequestLog(lambda ids: bytes(ids).decode(), max_chars=10)
     log(record(prompt='say "a"\nand more than ten characters'))
