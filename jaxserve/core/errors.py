@@ -33,6 +33,9 @@ REJECTION_REASONS = (
     "deadline",
     "deadline_infeasible",
     "draining",
+    "engine_stuck",
+    "engine_dead",
+    "grammars_waiting",
     "prefill_unavailable",
     "invalid",
 )

@@ -214,6 +214,11 @@ class EngineMetrics:
         self._offered.inc(count)
         self._rejected.labels(**self._labels, reason=reason).inc(count)
 
+    def failed(self, count: int = 1) -> None:
+        """Requests failed on their way to the engine."""
+        self._offered.inc(count)
+        self._success_of[FinishReason.ERROR.value].inc(count)
+
     @contextlib.contextmanager
     def counting_refusals(self, num_choices: int) -> Iterator[None]:
         """So many choices are refused together by the `ValueError` or `RejectedError` that ends the block."""

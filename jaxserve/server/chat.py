@@ -6,11 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
 
 from jaxserve.core import RequestOutput
-from jaxserve.server.auth import key_tenant
 from jaxserve.server.chat_submit import ChatAnswer, Conversation, submit_chat
 from jaxserve.server.errors import stream_error, unfinished_error
 from jaxserve.server.logprobs import chat_logprobs, prompt_logprobs
@@ -19,14 +16,8 @@ from jaxserve.server.output_reader import CallArguments, CallStart, Content, Mes
 from jaxserve.server.schema import ChatRequest
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage, usage_so_far
-from jaxserve.server.streaming import Answer, respond
+from jaxserve.server.streaming import Answer
 from jaxserve.server.tools import parse_tools
-
-
-async def create_chat_completion(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
-    """Answers one request; raises what `to_api_error` maps."""
-    answer = await begin_chat_completion(service, body, request.headers, key_tenant(request.scope))
-    return await respond(request, answer)
 
 
 async def begin_chat_completion(
@@ -141,7 +132,7 @@ class _Answer(ChatAnswer[ChatRequest]):
                 finish = finish_members(reader.finish_reason(delta.finish_reason), delta.stop_reason)
                 yield writer.chunk(delta.index, payloads[-1], finish, more, self._usage_so_far(num_tokens))
         except Exception as exc:
-            yield error_event(stream_error(exc, self._engine.state))
+            yield error_event(stream_error(exc, self._engine.state, f"request {self.request_id!r}"))
             return
         if spec.include_usage:
             yield writer.usage_chunk(

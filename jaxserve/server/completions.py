@@ -7,24 +7,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
 
 from jaxserve.core import RequestOutput, SamplingParams
-from jaxserve.server.auth import key_tenant
 from jaxserve.server.engine_api import Delta, StreamApi, TokenLogprobs
 from jaxserve.server.errors import stream_error, unfinished_error
 from jaxserve.server.logprobs import CompletionLogprobs, narrowed, prompt_logprobs
 from jaxserve.server.schema import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.sse import DONE, ChunkWriter, error_event, finish_members, member, usage, usage_so_far
-from jaxserve.server.streaming import Answer, merge, respond
-
-
-async def create_completion(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
-    """Answers one request; raises what `to_api_error` maps."""
-    answer = await begin_completion(service, body, request.headers, key_tenant(request.scope))
-    return await respond(request, answer)
+from jaxserve.server.streaming import Answer, merge
 
 
 async def begin_completion(
@@ -197,7 +188,7 @@ class _Answer:
                 so_far = usage_so_far(self._num_prompt_tokens, num_tokens) if spec.continuous_usage else None
                 yield writer.chunk(index, payload, finish, more, so_far)
         except Exception as exc:
-            yield error_event(stream_error(exc, self._engine.state))
+            yield error_event(stream_error(exc, self._engine.state, f"request {self.request_id!r}"))
             return
         if spec.include_usage:
             cached = sum(stream.num_cached_tokens for stream in self.streams)

@@ -145,11 +145,11 @@ class ApiError(Exception):
         return headers
 
 
-def to_api_error(exc: BaseException) -> ApiError:
+def to_api_error(exc: BaseException, what: str = "a request") -> ApiError:
     """The answer to an exception of the engine or of request parsing.
 
     Anything unknown becomes a plain 500: its text may hold a prompt, so it goes to the log as a
-    traceback of our own frames and never to the client.
+    traceback of our own frames and never to the client. `what` names the request there.
     """
     match exc:
         case ApiError():
@@ -180,13 +180,13 @@ def to_api_error(exc: BaseException) -> ApiError:
             return ApiError("invalid", str(exc), param=_param(str(exc)))
         case JaxserveError():
             return ApiError("internal", str(exc), code="internal_error")
-    log.error("unexpected %s while answering a request", type(exc).__name__, exc_info=exc)
+    log.error("unexpected %s while answering %s", type(exc).__name__, what, exc_info=exc)
     return ApiError("internal", "an internal error occurred; the server's log has its cause", code="internal_error")
 
 
-def stream_error(exc: BaseException, state: str) -> ApiError:
+def stream_error(exc: BaseException, state: str, what: str = "a request") -> ApiError:
     """The error that ends an answer; while the engine drains or is dead, the cause is the shutdown."""
-    error = to_api_error(exc)
+    error = to_api_error(exc, what)
     if error.kind == "internal" and error.code == "request_failed" and state in ("draining", "stopped"):
         return ApiError("unavailable", str(exc), code=state, retry_after_s=5.0)
     return error

@@ -40,12 +40,12 @@ async def abort(context: Context, error: ApiError) -> NoReturn:
 
 
 @contextlib.asynccontextmanager
-async def errors_to_status(engine: EngineApi, context: Context) -> AsyncIterator[None]:
-    """Turns any exception of the body into the call's status."""
+async def errors_to_status(engine: EngineApi, context: Context, what: str = "a call") -> AsyncIterator[None]:
+    """Turns any exception of the body into the call's status; `what` names the call in the log."""
     try:
         yield
     except Exception as exc:
-        await abort(context, stream_error(exc, engine.state))
+        await abort(context, stream_error(exc, engine.state, what))
 
 
 def seconds_left(context: Context) -> float | None:

@@ -16,7 +16,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jaxserve.core import MAX_TRACEPARENT, SamplingParams, Terms
+from jaxserve.core.sampling_params import MAX_NUM_CHOICES
 from jaxserve.server.auth import KeyRing, agreed_tenant
+from jaxserve.server.engine_api import StreamApi
 from jaxserve.server.errors import ApiError, unfinished_error
 from jaxserve.server.field_checks import check_name, check_request_id, check_truncation, kept_tokens
 from jaxserve.server.grpc_convert import chat_messages, constraint, delta_response, prompt_scores, sampling_params
@@ -34,6 +36,7 @@ from jaxserve.server.messages import chat_end
 from jaxserve.server.orchestrator import ORCHESTRATOR_NAME, OrchestratorServicer
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc, orchestrator_pb2_grpc
+from jaxserve.server.refusals import counting_refusals
 from jaxserve.server.schema import NO_SPECIAL_TOKENS_IN_CHAT
 from jaxserve.server.service import GenerationService, new_request_id
 from jaxserve.server.settings import HttpSettings
@@ -47,6 +50,8 @@ HEALTH_PERIOD_S = 0.2
 MAX_STREAMS = 1024
 """Calls at once of one connection; more wait."""
 MAX_METADATA_BYTES = 1 << 16
+MAX_ID_SHOWN = 128
+"""Characters that the log has of an id that may not be one."""
 KEEPALIVE = (
     # A prompt may be computed for minutes before its first token. Clients that ping meanwhile, however often, are not
     # sent away.
@@ -80,41 +85,45 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Streams one prompt's choices."""
-        async with errors_to_status(self._engine, context):
-            model = request.model if request.HasField("model") else None
-            self._service.check_ready(model)
-            wanted = grammar = None
-            if request.sampling.HasField("structured_outputs"):
-                asked = request.sampling.structured_outputs
-                wanted, grammar = await self._service.constrain(lambda: constraint(asked), 1, request.sampling.n)
-            params = sampling_params(request.sampling, wanted)
-            request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
-            check_request_id(request_id)
-            prompt = await self._prompt(request)
-            if request.HasField("truncate_prompt_tokens"):
-                prompt = prompt[-self._kept_tokens(request, params) :]
-            terms = self._terms(request, context)
-            responses = self._stream(request_id, prompt, params, terms, context, grammar, model)
+        request_id = request.request_id if request.HasField("request_id") else new_request_id("gen")
+        what = f"Generate, request {request_id[:MAX_ID_SHOWN]!r}"
+        async with errors_to_status(self._engine, context, what):
+            num_choices = min(request.sampling.n, MAX_NUM_CHOICES)
+            with counting_refusals(self._engine, num_choices, what):
+                stream, params, terms = await self._begin(request, request_id, context)
+            responses = self._stream(stream, params, terms, context)
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     yield response
 
-    async def _stream(
-        self,
-        request_id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        terms: Terms,
-        context: Context,
-        grammar: object | None,
-        model: str | None,
-    ) -> AsyncGenerator[pb.GenerateResponse]:
+    async def _begin(
+        self, request: pb.GenerateRequest, request_id: str, context: Context
+    ) -> tuple[StreamApi, SamplingParams, Terms]:
+        """Submits a request."""
+        model = request.model if request.HasField("model") else None
+        self._service.check_ready(model)
+        wanted = grammar = None
+        if request.sampling.HasField("structured_outputs"):
+            asked = request.sampling.structured_outputs
+            wanted, grammar = await self._service.constrain(lambda: constraint(asked), 1, request.sampling.n)
+        params = sampling_params(request.sampling, wanted)
+        check_request_id(request_id)
+        prompt = await self._prompt(request)
+        if request.HasField("truncate_prompt_tokens"):
+            prompt = prompt[-self._kept_tokens(request, params) :]
+        terms = self._terms(request, context)
         if params.logprobs is not None or params.prompt_logprobs is not None:
             self._service.check_tokenizer()
         (stream,) = await self._service.submit([prompt], lambda _: params, request_id, terms, grammar, model)
+        return stream, params, terms
+
+    async def _stream(
+        self, stream: StreamApi, params: SamplingParams, terms: Terms, context: Context
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        prompt = stream.prompt_token_ids
         # A call that ends while a message is being written never resumes this generator.
         context.add_done_callback(lambda _: cancel_with(context, stream, terms.deadline_s))
-        info: pb.PromptInfo | None = pb.PromptInfo(request_id=request_id, token_ids=prompt)
+        info: pb.PromptInfo | None = pb.PromptInfo(request_id=stream.request_id, token_ids=prompt)
         num_finished = num_tokens = 0
         try:
             async for delta in stream:

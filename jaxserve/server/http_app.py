@@ -28,10 +28,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.server import playground
-from jaxserve.server.answering import answer, answer_with
+from jaxserve.server.answering import answer_with, generate
 from jaxserve.server.auth import PROBES, ApiKeyGuard, KeyRing
-from jaxserve.server.chat import create_chat_completion
-from jaxserve.server.completions import create_completion
+from jaxserve.server.chat import begin_chat_completion
+from jaxserve.server.completions import begin_completion
 from jaxserve.server.cors import add_cors
 from jaxserve.server.debug_routes import add_debug_routes
 from jaxserve.server.description import ERRORS, answers, describe_keys, parameters, takes
@@ -107,14 +107,14 @@ def _add_generation(app: FastAPI, service: GenerationService, max_body_bytes: in
 
     @app.post("/v1/completions", **completion, **answers(*members, streams=True))
     async def completions(request: Request) -> Response:
-        return await answer(service, max_body_bytes, request, create_completion)
+        return await generate(service, max_body_bytes, request, begin_completion)
 
     messages = [{"role": "user", "content": "Hello"}]
     chat = takes(ChatRequest, {"messages": messages, "max_tokens": 8}, ["messages"])
 
     @app.post("/v1/chat/completions", **chat, **answers(*members, streams=True))
     async def chat_completions(request: Request) -> Response:
-        return await answer(service, max_body_bytes, request, create_chat_completion)
+        return await generate(service, max_body_bytes, request, begin_chat_completion)
 
     @app.post("/v1/embeddings")
     async def embeddings(_: Request) -> Response:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from jaxserve.core import SamplingParams, Terms
+from jaxserve.core.sampling_params import MAX_NUM_CHOICES
 from jaxserve.server.auth import KeyRing
 from jaxserve.server.errors import ApiError, unfinished_error
 from jaxserve.server.grpc_guard import Context, cancel_with, errors_to_status, seconds_left, tenant_of_call
 from jaxserve.server.proto import orchestrator_pb2 as pb
 from jaxserve.server.proto import orchestrator_pb2_grpc
+from jaxserve.server.refusals import counting_refusals
 from jaxserve.server.service import GenerationService, new_request_id
 
 ORCHESTRATOR_NAME = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
@@ -34,16 +36,19 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> AsyncIterator[pb.DecodeResponse]:
         """Streams one prompt's samples; every message has one `Sample` for each."""
-        async with errors_to_status(self._engine, context):
-            self._service.check_ready()
-            num_samples = request.num_samples or 1
-            params = SamplingParams(n=num_samples, temperature=0, max_tokens=request.max_tokens or None)
-            prompt = await self._prompt(request)
-            terms = Terms(
-                deadline_s=seconds_left(context),
-                tenant=tenant_of_call(self._keys, context.invocation_metadata()),
-            )
-            (stream,) = await self._service.submit([prompt], lambda _: params, new_request_id("gen"), terms)
+        request_id = new_request_id("gen")
+        what = f"Decode, request {request_id!r}"
+        num_samples = request.num_samples or 1
+        async with errors_to_status(self._engine, context, what):
+            with counting_refusals(self._engine, min(num_samples, MAX_NUM_CHOICES), what):
+                self._service.check_ready()
+                params = SamplingParams(n=num_samples, temperature=0, max_tokens=request.max_tokens or None)
+                prompt = await self._prompt(request)
+                terms = Terms(
+                    deadline_s=seconds_left(context),
+                    tenant=tenant_of_call(self._keys, context.invocation_metadata()),
+                )
+                (stream,) = await self._service.submit([prompt], lambda _: params, request_id, terms)
             context.add_done_callback(lambda _: cancel_with(context, stream, terms.deadline_s))
             try:
                 async for delta in stream:

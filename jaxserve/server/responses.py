@@ -13,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.core import RequestOutput
-from jaxserve.server.answering import answer
-from jaxserve.server.auth import key_tenant
+from jaxserve.server.answering import generate
 from jaxserve.server.chat_submit import ChatAnswer, Conversation, submit_chat
 from jaxserve.server.description import answers, takes
 from jaxserve.server.errors import ApiError, stream_error, unfinished_error
@@ -23,7 +22,7 @@ from jaxserve.server.response_builder import Event, ResponseBuilder
 from jaxserve.server.responses_input import read_input
 from jaxserve.server.responses_schema import ResponsesRequest
 from jaxserve.server.service import GenerationService
-from jaxserve.server.streaming import Answer, respond
+from jaxserve.server.streaming import Answer
 from jaxserve.server.tools import parse_tools
 
 
@@ -34,7 +33,7 @@ def add_response_routes(app: FastAPI, service: GenerationService, max_body_bytes
 
     @app.post("/v1/responses", **body, **answers("id", "object", "status", "output", "usage", streams=True))
     async def responses(request: Request) -> Response:
-        return await answer(service, max_body_bytes, request, _create_response)
+        return await generate(service, max_body_bytes, request, begin_response)
 
     @app.api_route("/v1/responses/{response}", methods=["GET", "DELETE"], include_in_schema=False)
     @app.get("/v1/responses/{response}/input_items", include_in_schema=False)
@@ -43,10 +42,6 @@ def add_response_routes(app: FastAPI, service: GenerationService, max_body_bytes
         name = request.path_params["response"][:128]
         message = f"the response {name!r} does not exist: this server keeps no responses"
         return error_response(ApiError("not_found", message, param="response_id", code="response_not_found"))
-
-
-async def _create_response(service: GenerationService, request: Request, body: dict[str, Any]) -> Response:
-    return await respond(request, await begin_response(service, body, request.headers, key_tenant(request.scope)))
 
 
 async def begin_response(
@@ -105,7 +100,7 @@ class _Answer(ChatAnswer[ResponsesRequest]):
                     for event in builder.add(piece):
                         yield _encoded(event)
         except Exception as exc:
-            yield _encoded(builder.fail(stream_error(exc, self._engine.state)))
+            yield _encoded(builder.fail(stream_error(exc, self._engine.state, f"request {self.request_id!r}")))
             return
         usage = _usage(len(self._stream.prompt_token_ids), num_tokens, self._stream.num_cached_tokens)
         for event in builder.finish(finish_reason, usage, int(time.time())):

@@ -28,6 +28,8 @@ from jaxserve.server.service import cancel_all
 
 log = logging.getLogger("jaxserve.server")
 
+ID_HEADER = "X-Request-Id"
+
 
 class Answer(Protocol):
     """A submitted request, and how its outputs are rendered.
@@ -97,7 +99,7 @@ class EventStreamResponse(Response):
 
 async def respond(request: Request, answer: Answer) -> Response:
     """The HTTP response, once it can begin; raises what `collect_all` and `Answer.whole` raise."""
-    headers = {"X-Request-Id": answer.request_id}
+    headers = {ID_HEADER: answer.request_id}
     if answer.is_stream:
         return EventStreamResponse(answer.events(), answer.streams, headers)
     return JsonResponse(answer.whole(await collect_all(request, answer.streams)), headers=headers)

@@ -96,6 +96,10 @@ class FakeMetrics:
         """So many choices were refused together."""
         self.reasons += [reason] * count
 
+    def failed(self, count: int = 1) -> None:
+        """So many choices failed on their way to the engine."""
+        self.reasons += ["error"] * count
+
 
 @dataclass
 class FakeDelta:

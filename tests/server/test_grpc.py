@@ -251,9 +251,25 @@ class TestOrchestrator:
 
 
 @pytest.fixture
-def fake_stub(fake_server):
+def fake_channel(fake_server):
     with grpc.insecure_channel(fake_server.grpc_address) as channel:
-        yield inference_pb2_grpc.InferenceStub(channel)
+        yield channel
+
+
+@pytest.fixture
+def fake_stub(fake_channel):
+    return inference_pb2_grpc.InferenceStub(fake_channel)
+
+
+def test_a_fault_before_the_engine_is_counted_and_logged_with_the_id(fake_server, fake_stub, monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(fake_server.engine.tokenizer, "encode", broken)
+    code, _, _ = failure(fake_stub.Generate(request(text="a", request_id="my-req")))
+    assert code == grpc.StatusCode.INTERNAL and fake_server.engine.metrics.reasons == ["error"]
+    said = [each.getMessage() for each in caplog.records if "unexpected" in each.getMessage()]
+    assert said == ["unexpected RuntimeError while answering Generate, request 'my-req'"]
 
 
 def test_a_full_queue_is_resource_exhausted_with_a_time_to_retry(fake_server, fake_stub):
@@ -265,10 +281,13 @@ def test_a_full_queue_is_resource_exhausted_with_a_time_to_retry(fake_server, fa
 
 
 @pytest.mark.parametrize("state", ["loading", "draining", "dead"])
-def test_an_engine_that_is_not_ready_is_unavailable(fake_server, fake_stub, state):
+def test_an_engine_that_is_not_ready_is_unavailable(fake_server, fake_channel, fake_stub, state):
     fake_server.engine.state = state
     code, _, metadata = failure(fake_stub.Generate(request()))
     assert code == grpc.StatusCode.UNAVAILABLE and int(metadata["retry-after"]) >= 1
+    assert fake_server.engine.metrics.reasons == {"loading": [], "dead": ["engine_dead"]}.get(state, [state])
+    failure(orchestrator_pb2_grpc.OrchestratorStub(fake_channel).Decode(orchestrator_pb2.DecodeRequest(num_samples=2)))
+    assert len(fake_server.engine.metrics.reasons) == (0 if state == "loading" else 3)
     with grpc.insecure_channel(fake_server.grpc_address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -186,3 +186,55 @@ def test_metrics_tell_what_the_process_holds(client):
 def test_openmetrics_ends_once(client):
     text = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}).text
     assert text.count("# EOF") == 1 and text.endswith("# EOF\n") and "jaxserve:asyncio_tasks" in text
+
+
+BODIES = {
+    "/v1/completions": ({"prompt": ["a", "b"], "n": 3}, 6),
+    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "a"}], "n": 2}, 2),
+    "/v1/responses": ({"input": "a", "n": "none"}, 1),
+}
+
+
+@pytest.mark.parametrize("route", BODIES)
+@pytest.mark.parametrize(
+    ("state", "reason"), [("draining", "draining"), ("stuck", "engine_stuck"), ("dead", "engine_dead")]
+)
+def test_each_choice_that_is_refused_before_the_engine_counts_once(fake_server, fake_client, route, state, reason):
+    body, num_choices = BODIES[route]
+    fake_server.engine.state = state
+    response = fake_client.post(route, json=body | {"request_id": "my-req"})
+    assert error_of(response, 503)["code"] == reason and response.headers["x-request-id"] == "my-req"
+    assert fake_server.engine.metrics.reasons == [reason] * num_choices
+    fake_client.post("/tokenize", json={"prompt": "a"})
+    fake_client.get("/v1/models")
+    assert len(fake_server.engine.metrics.reasons) == num_choices  # of requests for output alone
+    fake_server.engine.state = "ready"
+
+
+def test_what_a_starting_server_refuses_is_not_counted(fake_server, fake_client):
+    fake_server.engine.state = "loading"
+    assert error_of(fake_client.post("/v1/completions", json={"prompt": "a"}), 503)["code"] == "loading"
+    assert fake_server.engine.metrics.reasons == []
+    fake_server.engine.state = "ready"
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_a_fault_before_the_engine_has_id_route_and_count(fake_server, fake_client, route, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise RuntimeError("broken")
+
+    tokenizer = fake_server.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "encode", broken)
+    monkeypatch.setattr(tokenizer, "encode_chat", broken)
+    body, num_choices = BODIES[route]
+    body = {name: value for name, value in body.items() if value != "none"} | {"request_id": "my-req"}
+    response = fake_client.post(route, json=body)
+    assert error_of(response, 500)["code"] == "internal_error" and response.headers["x-request-id"] == "my-req"
+    assert fake_server.engine.metrics.reasons == ["error"] * num_choices
+    said = [each.getMessage() for each in caplog.records if "unexpected" in each.getMessage()]
+    assert said == [f"unexpected RuntimeError while answering POST {route}, request 'my-req'"]
+
+
+def test_only_an_id_that_may_be_one_is_sent_back(fake_client):
+    answer = fake_client.post("/v1/completions", json={"prompt": "a", "request_id": "a\r\nset-cookie: b"})
+    assert error_of(answer, 400)["param"] == "request_id" and "x-request-id" not in answer.headers

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.server import service
 from jaxserve.server.proto import inference_pb2 as pb
 from jaxserve.server.proto import inference_pb2_grpc
-from tests.server.running import choice_texts, error_of, events_of
+from tests.server.running import choice_texts, error_of, events_of, metric_samples
 
 SCHEMA = {
     "type": "object",
@@ -184,7 +184,10 @@ def test_too_many_constraints_waiting_are_a_429(server, client, monkeypatch, ali
     thread = threading.Thread(target=ask)
     thread.start()
     assert entered.wait(20)
-    refused = client.post(ROUTES[0], json=body)
+    refused = client.post(ROUTES[0], json=body | {"n": 2, "request_id": "my-req"})
+    assert refused.headers["x-request-id"] == "my-req"
+    name = 'jaxserve:requests_rejected_total{engine="0",model_name="tiny",reason="grammars_waiting"}'
+    assert dict(metric_samples(client.get("/metrics").text))[name] == 2
     assert error_of(refused, 429)["code"] == "grammars_waiting" and int(refused.headers["Retry-After"]) >= 1
     alive()  # those without a constraint do not wait
     leave.set()
