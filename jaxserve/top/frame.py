@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -113,12 +115,12 @@ def _slots(state: dict[str, Any]) -> Table:
         ("age", "right"),
     ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("iterations", no_wrap=True)
+    table.add_column("iterations")  # what a narrow terminal takes from first: the other columns do not wrap
     holders = {slot["slot"]: slot for slot in state["slots"]}
     strips = _strips(state)
     for slot in sorted(holders.keys() | strips.keys()):
         holder = holders.get(slot)
-        strip = strips.get(slot, "")
+        strip = _Strip(strips.get(slot, ""))
         if holder is None:
             table.add_row(str(slot), Text("free", style="dim"), "", "", "", strip)
             continue
@@ -132,6 +134,19 @@ def _slots(state: dict[str, Any]) -> Table:
             strip,
         )
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class _Strip:
+    """Marks of iterations, the last ones of which are shown where there is no room for all."""
+
+    marks: str
+
+    def __rich_measure__(self, _: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(len(self.marks), 1), len(self.marks)).with_maximum(options.max_width)
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.marks[-options.max_width :], no_wrap=True)
 
 
 def _strips(state: dict[str, Any]) -> dict[int, str]:

@@ -13,6 +13,7 @@ from jaxserve.config.api_keys import ApiKey
 from jaxserve.server.settings import HttpSettings
 from jaxserve.sim.metric_samples import MetricSamples
 from jaxserve.top.__main__ import main
+from jaxserve.top.frame import _slots
 from tests.config.readerless import run_for_nobody
 from tests.server.fake_engine import FakeEngine
 from tests.server.running import RunningServer, until
@@ -165,3 +166,20 @@ def test_it_needs_no_jax():
 def test_a_port_that_speaks_something_else_is_named(fake_server, capsys):
     assert top(f"--url=http://{fake_server.grpc_address}")[0] == 1
     assert f"http://{fake_server.grpc_address} does not answer: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_on_a_narrow_terminal_the_oldest_iterations_give_way(width):
+    iteration = {"prefill": [], "decode": [3]}
+    slot = {"slot": 3, "request_id": "cmpl-6dc96c2d39884a97b0e2a00dca139607", "prompt_tokens": 1200, "max_tokens": 800}
+    state = {
+        "slots": [slot | {"output_tokens": 34, "pages": 78, "age_s": 12.3}],
+        "iterations": [{"prefill": [[3, 64]], "decode": []}, *[iteration] * 47],
+    }
+    console = Console(file=io.StringIO(), width=width)
+    console.print(_slots(state))
+    lines = console.file.getvalue().splitlines()
+    assert [cell.strip() for cell in lines[1].split("┃")] == ["slot", "request", "tokens", "pages", "age", "iterations"]
+    *cells, marks = (cell.strip() for cell in lines[3].split("│"))
+    assert cells == ["3", "cmpl-6dc96c2d39884a97b0e2a0…", "1234/2000", "78", "12.3 s"] and len(lines) == 4
+    assert len(marks) >= 10 and marks.endswith("█" * 10) and ("▒" in marks) == (width == 200)
