@@ -24,7 +24,7 @@ from absl.flags import FlagValues
 
 from jaxserve.bench.report import Column, report
 from jaxserve.config import EngineConfig
-from jaxserve.core import Request, Submission
+from jaxserve.core import FinishReason, Request, Submission
 from jaxserve.engine import AsyncEngine
 from jaxserve.engine.engine import Engine, Sink
 from jaxserve.engine.metrics import EngineMetrics
@@ -104,6 +104,8 @@ class _Tokens:
 
     max_model_len = 1 << 20
     model_name = "none"
+    gathers = True
+    """Until all streams are open it waits on purpose."""
 
     def __init__(self, streams: int) -> None:
         self.tokenizer = _Tokenizer()
@@ -143,7 +145,7 @@ class _Tokens:
         with self._lock:
             self._live.update({request.request_id: (request, sink, []) for request, _, sink in arrivals})
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, reason: str = FinishReason.ABORT, cause: str = "") -> bool:
         """Closes one."""
         with self._lock:
             return self._live.pop(request_id, None) is not None

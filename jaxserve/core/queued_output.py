@@ -158,9 +158,17 @@ def queue_output(*names: str) -> None:
 
 
 def write_last(seconds: float = LAST_WRITES_S) -> None:
-    """Writes what was printed and logged, queued or not, for so long at most; for the end of a process."""
+    """Writes what was printed and logged, queued or not, for so long at most; for the end of a process.
+
+    Once the interpreter has begun to end, as in `atexit`, no thread can be started: then what is not queued waits for
+    its reader.
+    """
     writer = threading.Thread(target=_write_all, args=(seconds,), name="last-writes", daemon=True)
-    writer.start()
+    try:
+        writer.start()
+    except RuntimeError:
+        _write_all(seconds)
+        return
     writer.join(seconds)
 
 

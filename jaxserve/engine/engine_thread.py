@@ -38,6 +38,8 @@ from jaxserve.faults import failpoint
 EngineFactory = Callable[[EngineConfig, Progress], Engine]
 LAST_STEP_S = 10.0
 """So long a shutdown waits for the step that runs."""
+LAST_WORDS_S = 5.0
+"""And for what a death writes: its log record and its last iterations."""
 
 
 class EngineThread:
@@ -78,6 +80,7 @@ class EngineThread:
         self._lifecycle = Lifecycle()
         self._stopping = False
         self._streams = OpenStreams()
+        self._has_died = threading.Event()  # and all of it is told
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._steps = StepClock(clock)
         limits = (config.step_timeout_s, config.stuck_exit_s, config.startup_timeout_s)
@@ -130,6 +133,8 @@ class EngineThread:
             self._thread.join(timeout=LAST_STEP_S)
         if waits and self._thread.is_alive() and self.state in (READY, DRAINING, STUCK):
             self._die(EngineStuckError(f"the engine was shut down in a step that had lasted {self.step_age_s:.1f} s"))
+        if self.state == DEAD:  # its log record and its last iterations are still being written, maybe
+            self._has_died.wait(LAST_WORDS_S)
         for stream in self._streams.all():
             stream.fail(EngineDeadError("the engine was shut down"))
         self._lifecycle.move(STOPPED)
@@ -237,6 +242,7 @@ class EngineThread:
             self._engine.close(error)
         for stream in self._streams.all():
             stream.cancel()  # whose reader does not see to it: each has its end in the counts
+        self._has_died.set()
 
     def _not_going_on(self) -> JaxserveError:
         """What requests of a stuck or dead engine fail with."""

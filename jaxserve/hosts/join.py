@@ -97,5 +97,7 @@ def _leave(followers: Followers) -> None:
         followers.lose(HostLostError("process 0 did not start; its log says why"))
     followers.close()
     if followers.error is not None:  # they have ended, not in good order: jax would abort over it
-        write_last()
-        os._exit(1)
+        try:
+            write_last()
+        finally:
+            os._exit(1)
