@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jaxlib
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pallas_kernels.common import cpu_values
@@ -181,6 +182,42 @@ def _make_controls() -> int:
     return -(-blocks.ctypes.data // size) * size
 
 
+_WORDS = types.Array(types.int64, 1, "C")
+
+
+def _by_address(symbol: str, function: Any, *arguments: Any) -> Any:
+    """A jitted function of arguments of these types that callers call by its address, under a name of the linker's.
+
+    A call of `function` itself would link its code into that of the caller, and LLVM would then compile all of it
+    again, in every process, although it is kept on disk.
+    """
+    function.compile(arguments)
+    compiled = function.overloads[arguments]
+    binding.add_symbol(symbol, compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
+    _kept.append(function)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        convention, returned = context.call_conv, signature.return_type
+        kind = convention.get_function_type(returned, signature.args)
+        callee = cgutils.get_or_insert_function(builder.module, kind, symbol)
+        status, value = convention.call_function(builder, callee, returned, signature.args, args)
+        with cgutils.if_unlikely(builder, status.is_error):
+            convention.return_status_propagate(builder, status)
+        return value
+
+    typed = compiled.signature.return_type(*arguments), generate
+
+    @intrinsic
+    def call_with_two(typing: Any, first: Any, second: Any) -> Any:
+        return typed
+
+    @intrinsic
+    def call_with_three(typing: Any, first: Any, second: Any, third: Any) -> Any:
+        return typed
+
+    return {2: call_with_two, 3: call_with_three}[len(arguments)]
+
+
 @njit
 def _no_items(plan, item):
     return 0
@@ -214,6 +251,9 @@ def _wait(control, count):
 
 
 def _register(name: str, plan_items: Any, run_item: Any, items_before: Any) -> None:
+    plan_items = _by_address(f"{name}.plan_items", plan_items, _WORDS, types.int64)
+    run_item = _by_address(f"{name}.run_item", run_item, _WORDS, types.int64, types.int64)
+    items_before = _by_address(f"{name}.items_before", items_before, types.int64, types.int64)
     controls = _make_controls()
     arguments = np.asarray([32, 0, _MESSAGE.ctypes.data, _INTERNAL])  # XLA_FFI_Error_Create_Args
     _kept.append(arguments)
