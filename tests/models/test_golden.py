@@ -15,6 +15,17 @@ from pallas_kernels.paged_attention import paged_attention
 from tests.models.tiny_models import NAMES, dense_attend, load
 
 PAGE_SIZE = 4
+SCANNED = (
+    "llama_gqa_tied",
+    "mistral_sliding",
+    "gemma2_softcap",
+    "gemma3_dual_rope",
+    "gpt_oss_sinks",
+    "qwen3_moe",
+    "deepseek_v3_mla",
+    "smollm3_nope",
+)
+"""A model of each kind of layers; of the others, stacked layers run over pages in slow tests only."""
 
 
 @partial(jax.jit, static_argnums=0)
@@ -28,11 +39,25 @@ def model(request):
     return load(request.param)
 
 
-@pytest.mark.parametrize("form", ["list", "stacked"])
-def test_logits_are_the_golden_ones(model, form):
+@pytest.fixture(scope="module")
+def logits(model):
+    """float32[tokens, vocabulary] of the prompt and of the wanted tokens but the last.
+
+    Causal: one pass gives the choice at every step, right as long as all are.
+    """
     config, params, golden = model
-    params = params if form == "list" else stack_layers(params)
-    logits = dense_logits(config, params, jnp.asarray(golden["prompt_ids"], jnp.int32))
+    return dense_logits(config, params, jnp.asarray(golden["prompt_ids"] + golden["greedy_ids"][:-1], jnp.int32))
+
+
+def test_logits_are_the_golden_ones(model, logits):
+    golden = model[2]
+    np.testing.assert_allclose(logits[len(golden["prompt_ids"]) - 1], golden["logits_last"], rtol=0, atol=1e-3)
+    np.testing.assert_allclose(logits[20], golden["logits_position_20"], rtol=0, atol=1e-3)
+
+
+def test_stacked_layers_give_the_golden_logits(model):
+    config, params, golden = model
+    logits = dense_logits(config, stack_layers(params), jnp.asarray(golden["prompt_ids"], jnp.int32))
     np.testing.assert_allclose(logits[-1], golden["logits_last"], rtol=0, atol=1e-3)
     np.testing.assert_allclose(logits[20], golden["logits_position_20"], rtol=0, atol=1e-3)
 
@@ -47,27 +72,36 @@ def test_logits_in_bfloat16_are_near_the_golden_ones(model):
     assert np.abs(logits[-1] - np.asarray(golden["logits_last"])).max() < share * spread
 
 
-def test_prompt_logprobs_are_the_golden_ones(model):
-    config, params, golden = model
+def test_prompt_logprobs_are_the_golden_ones(model, logits):
+    golden = model[2]
     ids = jnp.asarray(golden["prompt_ids"], jnp.int32)
-    logprobs = jax.nn.log_softmax(dense_logits(config, params, ids))
+    logprobs = jax.nn.log_softmax(logits)
     assert golden["logprobs_of_prompt"][0] is None
     of_next = logprobs[jnp.arange(ids.size - 1), ids[1:]]
     np.testing.assert_allclose(of_next, golden["logprobs_of_prompt"][1:], rtol=0, atol=2e-3)
 
 
-def test_greedy_continuation_is_the_golden_one(model):
-    config, params, golden = model
-    prompt, wanted = golden["prompt_ids"], golden["greedy_ids"]
-    # Causal: one pass over prompt and wanted tokens gives the choice at every step, right as long as all are.
-    logits = dense_logits(config, params, jnp.asarray(prompt + wanted[:-1], jnp.int32))
-    assert logits[len(prompt) - 1 :].argmax(axis=-1).tolist() == wanted
+def test_greedy_continuation_is_the_golden_one(model, logits):
+    golden = model[2]
+    assert logits[len(golden["prompt_ids"]) - 1 :].argmax(axis=-1).tolist() == golden["greedy_ids"]
 
 
-@pytest.mark.parametrize("form", ["list", "stacked"])
-def test_prefill_and_decode_over_pages_give_the_golden_continuation(model, form):
+def test_prefill_and_decode_over_pages_give_the_golden_continuation(model):
     config, params, golden = model
-    params = params if form == "list" else stack_layers(params)
+    continue_over_pages(config, params, golden)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in SCANNED else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
+def test_stacked_layers_give_the_golden_continuation_over_pages(name):
+    config, params, golden = load(name)
+    continue_over_pages(config, stack_layers(params), golden)
+
+
+def continue_over_pages(config, params, golden):
+    """Prefill and decode over shuffled pages that hold NaN; asserts that the tokens are the golden ones."""
     prompt, wanted = golden["prompt_ids"], golden["greedy_ids"]
     width = -(-(len(prompt) + len(wanted)) // PAGE_SIZE)
     table = jnp.asarray(1 + np.random.default_rng(0).permutation(width), jnp.int32)[None]
