@@ -4,7 +4,8 @@
 
 Weights are read once per step, as many bytes as the engine holds them in, K and V of every row's context once. FLOPs
 are 2 per weight and row, the vocabulary's projection included. Bandwidth and peaks are the best of several tries, by
-plain numpy reads in threads (on the device, a jitted sum) and by jitted square matrix products. `matmuls` times the
+plain numpy reads in threads (on the device, a jitted sum) and by jitted square matrix products: of a type the faster of
+XLA's and, on CPU, those with packed matrices. `matmuls` times the
 model's own products at the step's rows, one weight after the other from memory, as a step does: what is left between
 the bound and the step that is not theirs is attention, norms, sampling and the host.
 """
@@ -33,7 +34,8 @@ from jaxserve.engine.stats import EngineStats
 from jaxserve.models import ModelConfig, weights
 from jaxserve.models.linear import matmul
 from jaxserve.sim.roofline import LatentShape, ModelShape
-from pallas_kernels.matmul import QuantisedMatrix, ScaledMatrix, form_of, num_bytes
+from pallas_kernels.common import native
+from pallas_kernels.matmul import QuantisedMatrix, ScaledMatrix, form_of, num_bytes, pack
 
 SLOTS = (8, 32)
 """Where the flag does not say."""
@@ -79,6 +81,10 @@ def run(flags: FlagValues) -> None:
     print_table("machine: limits", limits, LIMITS)
     by_name = {each["limit"]: each["value"] for each in limits}
     bandwidth = max(value for name, value in by_name.items() if name.startswith("read"))
+    peaks = {
+        dtype: max(value for name, value in by_name.items() if name.startswith(f"matmul {dtype}"))
+        for dtype in flags.dtypes
+    }
     matmuls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for dtype, quantization, kept, rows in product(flags.dtypes, flags.quantizations, flags.weight_dtypes, slots):
@@ -92,7 +98,7 @@ def run(flags: FlagValues) -> None:
         products = measure_matmuls(config, params, dtype, rows)
         matmuls += [about | each for each in products]
         held = read_bytes(config, params, rows)
-        bound = decode_bound(config, dtype, rows, flags.context, held, bandwidth, by_name[f"matmul {dtype}"])
+        bound = decode_bound(config, dtype, rows, flags.context, held, bandwidth, peaks[dtype])
         results.append(
             about
             | {"context_tokens": flags.context, "weights_mb": held / 1e6}
@@ -192,8 +198,13 @@ def measure_limits(dtypes: tuple[str, ...]) -> list[dict[str, Any]]:
     size = PEAK_SIZE.get(device.platform, 8192)
     products = []
     for dtype in dtypes:
-        seconds = _best(jax.jit(matmul), _random((size, size), dtype, 1), _random((size, size), dtype, 2))
-        products.append({"limit": f"matmul {dtype}", "value": 2 * size**3 / seconds / 1e9, "unit": "GFLOP/s"})
+        x, kernel = _random((size, size), dtype, 1), _random((size, size), dtype, 2)
+        forms = {"": kernel}
+        if device.platform == "cpu" and native.is_available() and dtype in native.NATIVE_DTYPES:
+            forms[", packed"] = pack(kernel)
+        for name, form in forms.items():
+            rate = 2 * size**3 / _best(jax.jit(matmul), x, form) / 1e9
+            products.append({"limit": f"matmul {dtype}{name}", "value": rate, "unit": "GFLOP/s"})
     return reads + products
 
 

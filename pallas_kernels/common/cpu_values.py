@@ -169,3 +169,15 @@ def _rounded(kind, x):
     if kind == types.uint16:
         return lambda kind, x: _from_bfloat16_bits(_bfloat16_bits(x))
     return lambda kind, x: x
+
+
+def store_as(kind: Any, array: Any, place: Any, x: Any) -> None:
+    """`store` of a number that is rounded to `kind`'s type (see `KINDS`) whatever the array's. For jitted code."""
+    raise NotImplementedError("only in jitted code")
+
+
+@overload(store_as, inline="always")
+def _store_as(kind, array, place, x):
+    if array.dtype == kind:
+        return lambda kind, array, place, x: store(array, place, x)
+    return lambda kind, array, place, x: store(array, place, rounded(kind, x))

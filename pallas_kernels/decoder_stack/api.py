@@ -87,7 +87,8 @@ def decoder_stack(
       ValueError: shapes or dtypes do not fit together.
     """
     native.require()
-    from pallas_kernels.decoder_stack.native_cpu import call_name, scratch_bytes
+    from pallas_kernels.decoder_stack.layout import scratch_bytes
+    from pallas_kernels.decoder_stack.native_cpu import call_name
 
     kept = _kept(layers)
     if places is None:

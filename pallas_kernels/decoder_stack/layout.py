@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 from numba import carray, njit
 
 from pallas_kernels.common.cpu_calls import argument, result, words
 from pallas_kernels.common.cpu_values import OPTIONS, pointer_i32
 from pallas_kernels.matmul.native_cpu import MOST_ROWS
-from pallas_kernels.matmul.tile import COLUMNS
+from pallas_kernels.matmul.quantised import QuantisedForm
+from pallas_kernels.matmul.tile import COLUMNS, HAS_BF16_DOT
 from pallas_kernels.paged_attention.native_cpu import QUERY_BLOCK
 
 ROW_ITEM = 4
@@ -34,6 +36,7 @@ ITEMS, ROWS, TOKENS, BLOCKS, LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER = range
 GATHER, PER_LAYER, ROW_PARTS, HEAD_PARTS, THREADS, ENDS = range(10, 16)
 AT = ENDS + NUM_PHASES
 RESIDUAL, NORMED, QUERIES, KEYS, VALUES, MIXED, MLP = range(AT, AT + 7)
+FACTORS = (NORMED, MIXED, MLP)
 # float32 sums of the blocks of the norm, what attention gives and MLP, for matrices whose blocks have a minimum.
 NORMED_SUMS, MIXED_SUMS, MLP_SUMS = range(AT + 7, AT + 10)
 SOURCES = AT + 10
@@ -60,8 +63,13 @@ def layer_items(plan):
 
 
 @njit(**OPTIONS)
-def plan_items(frame, threads, element_bytes, sums_block):
-    """The plan: see the words above; `sums_block` is the size of the blocks that are summed, 0: none are."""
+def plan_items(frame, threads, element_bytes, factor_bytes, sums_block):
+    """The plan: see the words above.
+
+    Args:
+      element_bytes, factor_bytes: of a number, and of one that matrices are multiplied with.
+      sums_block: size of the blocks that are summed, 0: none are.
+    """
     shape, pool_shape = argument(frame, X)[1], argument(frame, POOL)[1]
     tokens = shape[0]
     positions, starts = int32s(frame, DECODE_POSITION), int32s(frame, STARTS)
@@ -113,7 +121,7 @@ def plan_items(frame, threads, element_bytes, sums_block):
     hidden, queries, keys = plan[HIDDEN], plan[HEADS] * plan[DIM], plan[KV_HEADS] * plan[DIM]
     for index, size in enumerate((hidden, hidden, queries, keys, keys, queries, plan[INNER])):
         plan[AT + index] = address
-        address += tokens * size * element_bytes
+        address += tokens * size * (factor_bytes if AT + index in FACTORS else element_bytes)
     if sums_block:
         for index, size in enumerate((hidden, queries, plan[INNER])):
             plan[NORMED_SUMS + index] = address
@@ -166,3 +174,28 @@ def items_before(address, item):
     if phase:
         before += plan[ENDS + phase - 1]
     return plan[GATHER] + before
+
+
+def scratch_bytes(x: jax.Array, queries: int, keys: int, inner: int, weights: str | QuantisedForm) -> int:
+    """Of the arrays that hold live rows, see the plan.
+
+    Args:
+      x: the tokens, padding included.
+      queries, keys, inner: columns of q, of k, and of the MLP.
+      weights: dtype or form of the matrices.
+    """
+    tokens, hidden = x.shape
+    size = tokens * (hidden + queries + 2 * keys) * x.dtype.itemsize
+    size += tokens * (hidden + queries + inner) * factor_bytes(x.dtype.name)
+    block = sums_block(weights)
+    return int(size + (4 * tokens * (hidden + queries + inner) // block if block else 0))
+
+
+def factor_bytes(dtype: str) -> int:
+    """Of a number that matrices are multiplied with."""
+    return 4 if dtype == "float32" or not HAS_BF16_DOT else 2
+
+
+def sums_block(weights: str | QuantisedForm) -> int:
+    """Size of the blocks of x that are summed; 0: none are."""
+    return weights.block if isinstance(weights, QuantisedForm) and weights.has_minimum else 0

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 from numba import carray, njit
 
@@ -31,6 +30,7 @@ from pallas_kernels.common.cpu_values import (
     pointer_i32,
     rounded,
     store,
+    store_as,
 )
 from pallas_kernels.decoder_stack import layout as at
 from pallas_kernels.decoder_stack import parts
@@ -40,7 +40,7 @@ from pallas_kernels.matmul.native_cpu import MOST_ROWS, STEP_BYTES, WEIGHTS, mul
 from pallas_kernels.matmul.quantised import QuantisedForm
 from pallas_kernels.matmul.quantised_cpu import multiply_quantised_rows
 from pallas_kernels.matmul.quantised_tile import block_sum
-from pallas_kernels.matmul.tile import COLUMNS
+from pallas_kernels.matmul.tile import COLUMNS, factor_kind
 from pallas_kernels.paged_attention import native_cpu as attention
 from pallas_kernels.paged_attention.native_cpu import aligned, attend, scratch_words, work_kind
 
@@ -59,6 +59,7 @@ def _multiply(kind, weight, form, frame, plan, matrix, layer, group, x, in_size,
     """Some rows of x [rows, in_size], from `row` on, times a group of columns; returns how many.
 
     Args:
+      kind: of x, see `factor_kind`.
       weight: a number of the matrix' type, see `WEIGHTS`; not looked at if it is quantised.
       form: of the matrix; None: it is not quantised.
       sums: address of the sums of x's blocks, see `_sum_blocks`.
@@ -107,12 +108,12 @@ def _project(kind, weight, form, frame, plan, matrix, layer, group, part, x, in_
     rows = plan[at.ROWS]
     columns = argument(frame, at.MATRIX + matrix)[1][1] * COLUMNS
     bias = _bias(kind, frame, matrix, layer, columns)
-    scratch = np.empty((MOST_ROWS, COLUMNS), np.float32)
+    scratch, factor = np.empty((MOST_ROWS, COLUMNS), np.float32), factor_kind(kind)
     to = array_at(kind, out, (rows, columns))
     row, end = _part(plan, part)
     while row < end:
         done = _multiply(
-            kind, weight, form, frame, plan, matrix, layer, group, x, in_size, block_sums, row, end, scratch
+            factor, weight, form, frame, plan, matrix, layer, group, x, in_size, block_sums, row, end, scratch
         )  # fmt: skip
         for i in range(done):
             sums, target = scratch[i], to[row + i, group * COLUMNS : (group + 1) * COLUMNS]
@@ -133,15 +134,15 @@ def _gate_and_up(kind, weight, form, frame, plan, activation, layer, group, part
     """A group of columns of `act(gate(x)) * up(x)`, rows of one part."""
     rows, hidden, inner = plan[at.ROWS], plan[at.HIDDEN], plan[at.INNER]
     x, block_sums = plan[at.NORMED], plan[at.NORMED_SUMS]
-    scratch = np.empty((2, MOST_ROWS, COLUMNS), np.float32)
-    to = array_at(kind, plan[at.MLP], (rows, inner))
+    scratch, factor = np.empty((2, MOST_ROWS, COLUMNS), np.float32), factor_kind(kind)
+    to = array_at(factor, plan[at.MLP], (rows, inner))
     row, end = _part(plan, part)
     while row < end:
         done = 0
         for which in range(2):
             matrix, out = at.GATE_PROJ + which, scratch[which]
             done = _multiply(
-                kind, weight, form, frame, plan, matrix, layer, group, x, hidden, block_sums, row, end, out
+                factor, weight, form, frame, plan, matrix, layer, group, x, hidden, block_sums, row, end, out
             )  # fmt: skip
             bias = _bias(kind, frame, matrix, layer, inner)
             for i in range(done):
@@ -156,9 +157,9 @@ def _gate_and_up(kind, weight, form, frame, plan, activation, layer, group, part
             gate, up = scratch[0, i], scratch[1, i]
             activate(activation, gate)
             for j in range(COLUMNS):
-                store(target, j, gate[j] * up[j])
+                store_as(kind, target, j, gate[j] * up[j])
         column = group * COLUMNS
-        _sum_blocks(kind, form, plan[at.MLP], inner, plan[at.MLP_SUMS], row, row + done, column, COLUMNS)
+        _sum_blocks(factor, form, plan[at.MLP], inner, plan[at.MLP_SUMS], row, row + done, column, COLUMNS)
         row += done
 
 
@@ -231,7 +232,8 @@ def _attend(kind, form, work, pool, frame, plan, scale, address, layer, item):
     queries = _queries(frame, plan, address, group, item // split)
     pages, begin, count, position = queries
     q = array_at(kind, plan[at.QUERIES], (rows, heads, dim))
-    out = array_at(kind, plan[at.MIXED], (rows, heads, dim))
+    factor = factor_kind(kind)
+    out = array_at(factor, plan[at.MIXED], (rows, heads, dim))
     no_sinks = array_at(np.float32(0), address, (0,))
     scratch = np.empty(scratch_words(work, count * (heads // kv_heads), dim), np.int64)
     options = (scale, window, np.float32(0))
@@ -257,7 +259,7 @@ def _attend(kind, form, work, pool, frame, plan, scale, address, layer, item):
         )
     scratch[0] = 0  # it lives until here
     size, x, sums = heads // kv_heads * dim, plan[at.MIXED], plan[at.MIXED_SUMS]
-    _sum_blocks(kind, form, x, heads * dim, sums, begin, begin + count, first * size, (end - first) * size)
+    _sum_blocks(factor, form, x, heads * dim, sums, begin, begin + count, first * size, (end - first) * size)
 
 
 @njit(**OPTIONS)
@@ -273,11 +275,12 @@ def _queries(frame, plan, address, group, block):
 def _norm(kind, form, frame, plan, which, eps, layer, item):
     hidden = plan[at.HIDDEN]
     size = (plan[at.ROWS], hidden)
-    x, to = array_at(kind, plan[at.RESIDUAL], size), array_at(kind, plan[at.NORMED], size)
+    factor = factor_kind(kind)
+    x, to = array_at(kind, plan[at.RESIDUAL], size), array_at(factor, plan[at.NORMED], size)
     scale = array_at(kind, argument(frame, which)[0] + layer * hidden * item_bytes(kind), (hidden,))
     first, end = at.ROW_ITEM * item, min(at.ROW_ITEM * (item + 1), plan[at.ROWS])
     normalise(x, scale, eps, to, first, end)
-    _sum_blocks(kind, form, plan[at.NORMED], hidden, plan[at.NORMED_SUMS], first, end, 0, hidden)
+    _sum_blocks(factor, form, plan[at.NORMED], hidden, plan[at.NORMED_SUMS], first, end, 0, hidden)
 
 
 @njit(**OPTIONS)
@@ -342,12 +345,12 @@ def _compiled_parts(version: int, dtype: str, pool_dtype: str, weights: str | Qu
     """What `register` takes; `version` is in the key under which their code is kept."""
     kind, pool_kind, work = KINDS[dtype], KINDS[pool_dtype], work_kind(dtype, pool_dtype)
     weight, form = (WEIGHTS[weights], None) if isinstance(weights, str) else (kind, weights)
-    element_bytes, sums_block = int(kind.itemsize), _sums_block(weights)
+    element_bytes, factor_bytes, sums_block = int(kind.itemsize), at.factor_bytes(dtype), at.sums_block(weights)
 
     @njit(**KEPT)
     def plan_items(frame, threads):
         _ = version
-        return at.plan_items(frame, threads, element_bytes, sums_block)
+        return at.plan_items(frame, threads, element_bytes, factor_bytes, sums_block)
 
     @njit(**KEPT)
     def run_item(frame, plan, item):
@@ -379,22 +382,3 @@ def call_name(dtype: str, pool_dtype: str, weights: str | QuantisedForm) -> str:
     version = source_version(__file__, *files, *attention.SOURCES)
     register(name, *_compiled_parts(version, dtype, pool_dtype, weights))
     return name
-
-
-def scratch_bytes(x: jax.Array, queries: int, keys: int, inner: int, weights: str | QuantisedForm) -> int:
-    """Of the arrays that hold live rows, see the plan.
-
-    Args:
-      x: the tokens, padding included.
-      queries, keys, inner: columns of q, of k, and of the MLP.
-      weights: dtype or form of the matrices.
-    """
-    tokens, hidden = x.shape
-    size = tokens * (2 * hidden + 2 * queries + 2 * keys + inner) * x.dtype.itemsize
-    block = _sums_block(weights)
-    return int(size + (4 * tokens * (hidden + queries + inner) // block if block else 0))
-
-
-def _sums_block(weights: str | QuantisedForm) -> int:
-    """Size of the blocks of x that are summed; 0: none are."""
-    return weights.block if isinstance(weights, QuantisedForm) and weights.has_minimum else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from pallas_kernels.common.cpu_values import INLINE, OPTIONS, load, store
+from pallas_kernels.common.cpu_values import INLINE, OPTIONS, load, store, store_as
 from pallas_kernels.matmul.tile import COLUMNS
 from pallas_kernels.paged_attention.native_cpu_block import exp
 
@@ -14,7 +14,7 @@ SILU, GELU_TANH, GELU, RELU = range(4)
 
 @njit(**OPTIONS)
 def normalise(x, scale, eps, out, first, end):
-    """out = x / rms(x) * scale."""
+    """out = x / rms(x) * scale, rounded as x is."""
     width = x.shape[1]
     for i in range(first, end):
         total = np.float32(0)
@@ -23,7 +23,7 @@ def normalise(x, scale, eps, out, first, end):
             total += value * value
         inverse = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
         for j in range(width):
-            store(out, (i, j), load(x[i, j]) * inverse * load(scale[j]))
+            store_as(x[i, j], out, (i, j), load(x[i, j]) * inverse * load(scale[j]))
 
 
 @njit(**OPTIONS)

@@ -11,12 +11,13 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic, overload
 
 from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, source_version, words
-from pallas_kernels.common.cpu_values import KINDS, LINE, OPTIONS, array_at, item_bytes, store
+from pallas_kernels.common.cpu_values import KINDS, LINE, OPTIONS, array_at, item_bytes, load, store
 from pallas_kernels.matmul import tile
-from pallas_kernels.matmul.tile import COLUMNS, ROWS, make_tile
+from pallas_kernels.matmul.tile import COLUMNS, LANES, PARTS, ROWS, Loop, factor_kind, loaded, make_tile, word
 
 ITEMS_PER_THREAD = 4
 
@@ -27,9 +28,14 @@ WEIGHTS = KINDS | {"float16": np.int16(0)}
 """A number that tells jitted code the dtype of a packed matrix; that of float16 is a sign only, never computed with."""
 
 _HIGH, _MIDDLE, _LOW, _ONE = (ROWS[min(index, len(ROWS) - 1)] for index in range(4))
-MOST_ROWS = _HIGH
-"""Rows of the largest tile."""
 _high_tile, _middle_tile, _low_tile, _one_tile = map(make_tile, (_HIGH, _MIDDLE, _LOW, _ONE))
+
+# Where a tile has few rows, narrow matrices are made float32 for many rows at once, in pieces that stay in the nearest
+# cache. For few rows it pays no more than to do so for each tile.
+_PIECE, _FEW_ROWS = 64, 8
+_high_more, _middle_more, _low_more, _one_more = (make_tile(rows, adds=True) for rows in (_HIGH, _MIDDLE, _LOW, _ONE))
+MOST_ROWS = _HIGH if PARTS == 1 else 32
+"""Rows that are multiplied at once."""
 
 
 @njit(**OPTIONS)
@@ -41,9 +47,13 @@ def _plan_items(frame, threads):
     return plan
 
 
-@njit(**OPTIONS)
-def multiply_rows(kind, weight, x, stride, w, steps, out, out_stride, row, end, following):
+def multiply_rows(
+    kind: Any, weight: Any, x: Any, stride: Any, w: Any, steps: Any, out: Any, out_stride: Any, row: Any, end: Any,
+    following: Any,
+) -> int:  # fmt: skip
     """Rows from `row` on, some of those before `end`, times a group of columns; returns how many, at most `MOST_ROWS`.
+
+    For jitted code.
 
     Args:
       kind, weight: see `make_tile`.
@@ -52,46 +62,140 @@ def multiply_rows(kind, weight, x, stride, w, steps, out, out_stride, row, end, 
       steps: of the inner dimension.
       out, out_stride: address of float32[MOST_ROWS, COLUMNS] for the results, and bytes from row to row.
       following: address of the group that the thread is likely to multiply next. It is fetched during the first one or
-        two calls for this group, so that memory is not idle while a group is multiplied by many rows.
+        two tiles for this group, so that memory is not idle while a group is multiplied by many rows.
     """
-    here, fetch, fetch_stride = x + row * stride, following, 2 * LINE
-    if end > MOST_ROWS:
-        fetch_stride = LINE
-        if row == MOST_ROWS:
+    raise NotImplementedError("only in jitted code")
+
+
+@overload(multiply_rows, jit_options=OPTIONS)
+def _multiply_rows(kind, weight, x, stride, w, steps, out, out_stride, row, end, following):
+    if PARTS == 1 or kind == weight:
+        return lambda kind, weight, x, stride, w, steps, out, out_stride, row, end, following: _multiply_tile(
+            kind, weight, x, stride, w, steps, out, out_stride, row, end, following
+        )
+
+    def multiply(kind, weight, x, stride, w, steps, out, out_stride, row, end, following):
+        if end - row <= _FEW_ROWS:
+            return _multiply_tile(kind, weight, x, stride, w, steps, out, out_stride, row, end, following)
+        return _multiply_widened(weight, x, stride, w, steps, out, out_stride, row, end, following)
+
+    return multiply
+
+
+@njit(**OPTIONS)
+def _multiply_tile(kind, weight, x, stride, w, steps, out, out_stride, row, end, following):
+    """`multiply_rows` by one tile."""
+    here, fetch, fetch_bytes = x + row * stride, following, 2 * LINE
+    if end > _HIGH:
+        fetch_bytes = LINE
+        if row == _HIGH:
             fetch += steps * LINE
         elif row:
-            fetch, fetch_stride = w, 0
+            fetch, fetch_bytes = w, 0
     if end - row >= _HIGH:
-        _high_tile(kind, weight, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
+        _high_tile(kind, weight, here, stride, w, steps, out, out_stride, fetch, fetch_bytes)
         return _HIGH
     if end - row >= _MIDDLE:
-        _middle_tile(kind, weight, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
+        _middle_tile(kind, weight, here, stride, w, steps, out, out_stride, fetch, fetch_bytes)
         return _MIDDLE
     if end - row >= _LOW:
-        _low_tile(kind, weight, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
+        _low_tile(kind, weight, here, stride, w, steps, out, out_stride, fetch, fetch_bytes)
         return _LOW
-    _one_tile(kind, weight, here, stride, w, steps, out, out_stride, fetch, fetch_stride)
+    _one_tile(kind, weight, here, stride, w, steps, out, out_stride, fetch, fetch_bytes)
     return _ONE
 
 
 @njit(**OPTIONS)
+def _multiply_widened(weight, x, stride, w, steps, out, out_stride, row, end, following):
+    """`multiply_rows` of float32 with a narrower matrix, by many tiles: sums go through `out` from piece to piece."""
+    kind, row_bytes = np.float32(0), item_bytes(weight) * COLUMNS
+    done, numbers = min(end - row, MOST_ROWS), steps * STEP_BYTES // item_bytes(weight)
+    wide = np.empty((_PIECE, COLUMNS), np.float32)
+    for i in range(done):
+        array_at(kind, out + i * out_stride, (COLUMNS,))[:] = 0
+    for first in range(0, numbers, _PIECE):
+        size = min(_PIECE, numbers - first)
+        _widen(weight, w + first * row_bytes, wide.ctypes.data, size * item_bytes(weight) // STEP_BYTES)
+        fetch, fetch_bytes = following + first * row_bytes, row_bytes if row == 0 else 0
+        i = 0
+        while i < done:
+            at, to = x + (row + i) * stride + 4 * first, out + i * out_stride
+            options = (at, stride, wide.ctypes.data, size, to, out_stride, fetch, fetch_bytes)
+            i += _add_tile(kind, done - i, options)
+            fetch_bytes = 0
+    wide[0, 0] = 0  # it lives until here
+    return done
+
+
+@njit(**OPTIONS)
+def _add_tile(kind, left, options):
+    """Some of `left` rows, added to what they have; returns how many. `options` are those of a tile."""
+    x, stride, w, steps, out, out_stride, fetch, fetch_bytes = options
+    if left >= _HIGH:
+        _high_more(kind, kind, x, stride, w, steps, out, out_stride, fetch, fetch_bytes)
+        return _HIGH
+    if left >= _MIDDLE:
+        _middle_more(kind, kind, x, stride, w, steps, out, out_stride, fetch, fetch_bytes)
+        return _MIDDLE
+    if left >= _LOW:
+        _low_more(kind, kind, x, stride, w, steps, out, out_stride, fetch, fetch_bytes)
+        return _LOW
+    _one_more(kind, kind, x, stride, w, steps, out, out_stride, fetch, fetch_bytes)
+    return _ONE
+
+
+@intrinsic
+def _widen(typing: Any, weight: Any, source: Any, target: Any, steps: Any) -> Any:
+    """Makes steps (see `make_tile`) of a matrix of 16 bits float32, from one address to another."""
+    vectors = range(COLUMNS // LANES)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, source, target, steps = args
+        loop = Loop(builder, word(0), steps, 1, [])
+        here = builder.add(source, builder.mul(loop.index, word(4 * COLUMNS)))
+        to = builder.add(target, builder.mul(loop.index, word(8 * COLUMNS)))
+        rows = loaded(builder, types.float32, weight, here, vectors)
+        for n, vector in enumerate(each for row in rows for each in row):
+            place = builder.inttoptr(builder.add(to, word(4 * LANES * n)), vector.type.as_pointer())
+            builder.store(vector, place, align=4)
+        loop.end([])
+        return context.get_dummy_value()
+
+    return types.void(weight, *(types.int64,) * 3), generate
+
+
+@njit(**OPTIONS)
+def as_factors(kind, x, count):
+    """The numbers at an address as float32, if it is as that that they are multiplied (`factor_kind`), or nothing."""
+    is_wider = item_bytes(factor_kind(kind)) > item_bytes(kind)
+    wide, narrow = np.empty(count * is_wider, np.float32), array_at(kind, x, (count,))
+    for i in range(wide.size):
+        wide[i] = load(narrow[i])
+    return wide
+
+
+@njit(**OPTIONS)
 def _multiply(kind, weight, x, rows, in_size, matrix, out, first, end):
-    """Groups [first, end) of the columns; `x` and `matrix` are addresses, `kind` and `weight` are as for a tile."""
+    """Groups [first, end) of the columns; `x` and `matrix` are addresses, `kind` and `weight` tell their types."""
+    factor, wide = factor_kind(kind), as_factors(kind, x, rows * in_size)
+    if wide.size:
+        x = wide.ctypes.data
     scratch = np.empty((MOST_ROWS, COLUMNS), np.float32)
-    stride, column_bytes = in_size * item_bytes(kind), in_size * item_bytes(weight)
+    stride, column_bytes = in_size * item_bytes(factor), in_size * item_bytes(weight)
     steps, size = column_bytes // STEP_BYTES, column_bytes * COLUMNS
     for group in range(first, end):
         w = matrix + group * size
         row = 0
         while row < rows:
             done = multiply_rows(
-                kind, weight, x, stride, w, steps, scratch.ctypes.data, 4 * COLUMNS, row, rows, w + size
+                factor, weight, x, stride, w, steps, scratch.ctypes.data, 4 * COLUMNS, row, rows, w + size
             )
             for i in range(done):
                 target = out[row + i, group * COLUMNS : (group + 1) * COLUMNS]
                 for j in range(COLUMNS):
                     store(target, j, scratch[i, j])
             row += done
+    wide[:1] = 0  # it lives until here
 
 
 @njit(**OPTIONS)

@@ -14,11 +14,13 @@ from numba import njit
 
 from pallas_kernels.common import native
 from pallas_kernels.common.cpu_calls import KEPT, argument, register, result, source_version, words
-from pallas_kernels.common.cpu_values import KINDS, OPTIONS, array_at, store
+from pallas_kernels.common.cpu_values import KINDS, OPTIONS, array_at, item_bytes, store
+from pallas_kernels.matmul import native_cpu as products
 from pallas_kernels.matmul import quantised, quantised_tile, tile
+from pallas_kernels.matmul.native_cpu import as_factors
 from pallas_kernels.matmul.quantised import QuantisedForm
 from pallas_kernels.matmul.quantised_tile import block_sum, make_quantised_tile
-from pallas_kernels.matmul.tile import COLUMNS, ROWS
+from pallas_kernels.matmul.tile import COLUMNS, ROWS, factor_kind
 
 ITEMS_PER_THREAD = 4
 
@@ -76,14 +78,17 @@ def multiply_quantised(kind, form, x, sums, rows, blocks, integers, scales, out,
       out: array [rows, columns] of float32, or of bfloat16 as uint16.
       first, end: groups of 32 columns.
     """
+    factor, wide = factor_kind(kind), as_factors(kind, x, rows * form.block * blocks)
+    if wide.size:
+        x = wide.ctypes.data
     scratch = np.empty((MOST_ROWS, COLUMNS), np.float32)
-    stride, sums_stride = array_at(kind, x, (1,)).itemsize * form.block * blocks, 4 * blocks
+    stride, sums_stride = item_bytes(factor) * form.block * blocks, 4 * blocks
     for group in range(first, end):
         w, s = integers + group * blocks * form.integer_bytes, scales + group * blocks * form.scale_bytes
         row = 0
         while row < rows:
             done = multiply_quantised_rows(
-                kind, form, x + row * stride, stride, sums + row * sums_stride, sums_stride, w, s, blocks,
+                factor, form, x + row * stride, stride, sums + row * sums_stride, sums_stride, w, s, blocks,
                 scratch.ctypes.data, rows - row,
             )  # fmt: skip
             for i in range(done):
@@ -91,6 +96,7 @@ def multiply_quantised(kind, form, x, sums, rows, blocks, integers, scales, out,
                 for j in range(COLUMNS):
                     store(target, j, scratch[i, j])
             row += done
+    wide[:1] = 0  # it lives until here
 
 
 def _compiled_parts(version: int, dtype: str, form: QuantisedForm, out_dtype: str) -> tuple[Any, Any]:
@@ -142,6 +148,6 @@ def call_name(dtype: str, form: QuantisedForm, out_dtype: str) -> str:
     """
     check_processor(form)
     name = f"pallas_kernels.matmul.{dtype}.{form.name}.{out_dtype}"
-    files = (__file__, tile.__file__, quantised_tile.__file__, quantised.__file__)
+    files = (__file__, products.__file__, tile.__file__, quantised_tile.__file__, quantised.__file__)
     register(name, *_compiled_parts(source_version(*files), dtype, form, out_dtype))
     return name

@@ -278,7 +278,7 @@ class _FloatSteps:
         builder, bits = self._builder, self._form.bits
         if bits == 4 and self._form.has_minimum:
             moved = builder.lshr(words, ir.Constant(INTS, [low] * LANES))
-            return builder.uitofp(builder.and_(moved, ir.Constant(INTS, [15] * LANES)), FLOATS)
+            return builder.sitofp(builder.and_(moved, ir.Constant(INTS, [15] * LANES)), FLOATS)
         moved = builder.shl(words, ir.Constant(INTS, [32 - bits - low] * LANES))
         return builder.sitofp(builder.ashr(moved, ir.Constant(INTS, [32 - bits] * LANES)), FLOATS)
 

@@ -32,12 +32,13 @@ from pallas_kernels.common.cpu_values import (
     pointer_i64,
     pointer_u16,
     store,
+    store_as,
 )
 from pallas_kernels.common.native import NATIVE_DTYPES
 from pallas_kernels.matmul import native_cpu as products
 from pallas_kernels.matmul import tile
 from pallas_kernels.matmul.native_cpu import STEP_BYTES, multiply_rows
-from pallas_kernels.matmul.tile import COLUMNS
+from pallas_kernels.matmul.tile import COLUMNS, factor_kind
 from pallas_kernels.paged_attention import native_cpu_block, native_cpu_few, native_cpu_softmax
 from pallas_kernels.paged_attention.native_cpu_block import (
     ADDRESSES,
@@ -67,9 +68,9 @@ _NEVER = np.float32(NEVER)
 @njit(**OPTIONS)
 def scratch_words(kind, rows, dim):
     """Words of 8 bytes that `attend` needs for `rows` queries (tokens times query heads of a KV head)."""
-    tiled, wide, size = _rounded_up(rows, 4), _rounded_up(dim, COLUMNS), item_bytes(kind)
-    numbers = tiled * (wide + KEY_BLOCK) + (2 * KEY_BLOCK + 1) * wide
-    return (numbers * size + 4 * tiled * (KEY_BLOCK + 2 * wide + STATE)) // 8 + 4 * (KEY_BLOCK + ADDRESSES) + ORDER + 16
+    tiled, wide = _rounded_up(rows, 4), _rounded_up(dim, COLUMNS)
+    numbers = tiled * (wide + KEY_BLOCK) * item_bytes(factor_kind(kind)) + (2 * KEY_BLOCK + 1) * wide * item_bytes(kind)
+    return (numbers + 4 * tiled * (KEY_BLOCK + 2 * wide + STATE)) // 8 + 4 * (KEY_BLOCK + ADDRESSES) + ORDER + 16
 
 
 @njit(**OPTIONS)
@@ -106,6 +107,7 @@ def attend(kind, q, pool, layer, queries, options, sinks, out, scratch, after):
     group = q.shape[1] // pool.shape[3]
     rows = count * group
     tiled, wide, size = _rounded_up(rows, 4), _rounded_up(dim, COLUMNS), item_bytes(kind)
+    factor = factor_kind(kind)
     scores = array_at(np.float32(0), scratch, (tiled, KEY_BLOCK))
     scratch += 4 * tiled * KEY_BLOCK
     added = array_at(np.float32(0), scratch, (tiled, wide))
@@ -114,8 +116,8 @@ def attend(kind, q, pool, layer, queries, options, sinks, out, scratch, after):
     scratch += 4 * tiled * wide
     states = array_at(np.float32(0), scratch, (tiled, STATE))
     scratch += 4 * tiled * STATE
-    x = array_at(kind, scratch, (tiled, wide))
-    scratch += size * tiled * wide
+    x = array_at(factor, scratch, (tiled, wide))
+    scratch += item_bytes(factor) * tiled * wide
     block = array_at(kind, scratch, (KEY_BLOCK + 1, wide))
     scratch += size * (KEY_BLOCK + 1) * wide
     scratch = aligned(scratch)
@@ -125,7 +127,7 @@ def attend(kind, q, pool, layer, queries, options, sinks, out, scratch, after):
     scratch += 8 * ORDER
     packed = scratch
     scratch += size * KEY_BLOCK * wide
-    weights = array_at(kind, scratch, (tiled, KEY_BLOCK))
+    weights = array_at(factor, scratch, (tiled, KEY_BLOCK))
 
     block[KEY_BLOCK] = 0
     sums[:] = np.float32(0)
@@ -161,13 +163,14 @@ def attend(kind, q, pool, layer, queries, options, sinks, out, scratch, after):
         if few:
             to, fetched = scores.ctypes.data, order.ctypes.data + 8 * (DISTANCE - begun)
             few_scores(
-                kind, keys.ctypes.data, begun, whole, size * wide, x.ctypes.data, rows, to, 4 * KEY_BLOCK, fetched
+                factor, kind, keys.ctypes.data, begun, whole, size * wide, x.ctypes.data, rows, to, 4 * KEY_BLOCK,
+                fetched,
             )  # fmt: skip
         else:
             pack_keys(keys, whole, size * wide, packed, values)
             for column in range(0, whole, COLUMNS):
                 w = packed + size * wide * column
-                _multiply(kind, x, wide, w, scores[:, column:].ctypes.data, 4 * KEY_BLOCK)
+                _multiply(factor, kind, x, wide, w, scores[:, column:].ctypes.data, 4 * KEY_BLOCK)
         for i in range(rows):
             at = position + i // group
             stop = max(min(at + 1 - first, KEY_BLOCK), 0)
@@ -181,19 +184,19 @@ def attend(kind, q, pool, layer, queries, options, sinks, out, scratch, after):
                 _cap(scores[i], scale, softcap)
                 factor = np.float32(1)
             to = weights[i].ctypes.data
-            soften(kind, scores[i].ctypes.data, to, states[i].ctypes.data, factor, start, stop)
+            soften(factor, kind, scores[i].ctypes.data, to, states[i].ctypes.data, factor, start, stop)
         copy_rows(kind, pool, layer, pages, 1, head, first, held_from, held_to, block, values)
         if few:
             to, fetched = added.ctypes.data, order.ctypes.data + 8 * (whole - begun + DISTANCE - even)
             few_sums(
-                kind, values.ctypes.data, even, done, size * wide, weights.ctypes.data, size * KEY_BLOCK, rows, to,
-                4 * wide, fetched,
+                factor, kind, values.ctypes.data, even, done, size * wide, weights.ctypes.data,
+                item_bytes(factor) * KEY_BLOCK, rows, to, 4 * wide, fetched,
             )  # fmt: skip
         else:
             pack_values(kind, values, whole, size * wide, packed, ahead[0])
             for g in range(wide // COLUMNS):
                 w = packed + g * COLUMNS * KEY_BLOCK * size
-                _multiply(kind, weights, whole, w, added[:, g * COLUMNS :].ctypes.data, 4 * wide)
+                _multiply(factor, kind, weights, whole, w, added[:, g * COLUMNS :].ctypes.data, 4 * wide)
         for i in range(rows):
             renew(sums[i].ctypes.data, states[i, 2], added[i].ctypes.data, 4 * wide)
         held, ahead = ahead, held
@@ -201,17 +204,17 @@ def attend(kind, q, pool, layer, queries, options, sinks, out, scratch, after):
     for i in range(rows):
         t, h = i // group, head * group + i % group
         for d in range(dim):
-            store(out, (begin + t, h, d), sums[i, d] / states[i, 1])
+            store_as(q[begin + t, h, d], out, (begin + t, h, d), sums[i, d] / states[i, 1])
 
 
 @njit(**OPTIONS)
-def _multiply(kind, x, inner, w, out, out_stride):
+def _multiply(factor, kind, x, inner, w, out, out_stride):
     """`x[:, :inner]` times a packed matrix [inner, 32] at address `w`; to address `out`."""
-    row, stride = 0, x.shape[1] * item_bytes(kind)
+    row, stride = 0, x.shape[1] * item_bytes(factor)
     steps = inner * item_bytes(kind) // STEP_BYTES
     while row < x.shape[0]:
         to = out + row * out_stride
-        row += multiply_rows(kind, kind, x.ctypes.data, stride, w, steps, to, out_stride, row, x.shape[0], w)
+        row += multiply_rows(factor, kind, x.ctypes.data, stride, w, steps, to, out_stride, row, x.shape[0], w)
 
 
 @njit(**OPTIONS)

@@ -16,11 +16,11 @@ from pallas_kernels.common.cpu_values import LINE, OPTIONS, build_prefetch, item
 from pallas_kernels.matmul.tile import (
     COLUMNS,
     FEATURES,
-    HAS_BF16_DOT,
     INTS,
     LANES,
     ZEROS,
     Loop,
+    factors,
     load,
     step_of,
     store_floats,
@@ -29,8 +29,10 @@ from pallas_kernels.matmul.tile import (
 
 MOST_AT_ONCE = 4
 """Queries whose sums are kept in registers."""
-MOST_FEW = 4 if FEATURES.get("avx512f") else 0
+MOST_FEW = 4
 """Queries up to which it pays not to pack."""
+KEYS, GROUPS = (32, 2) if FEATURES.get("avx512f") else (16, 1)
+"""Keys, and 32s of dimensions of values, whose sums are kept in registers."""
 
 _WORD, _BIT16 = ir.IntType(64), ir.IntType(16)
 _PIECE = ir.VectorType(ir.IntType(32), 4)
@@ -70,52 +72,57 @@ def fetch_line(builder: Any, rows: Any, row: int, offset: Any) -> None:
     build_prefetch(builder, place, LINE, cache=1)
 
 
-def make_scores(count: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
-    """The jitted `scores(kind, rows, size, x, stride, out, out_stride, ahead)`: of 32 keys; see `few_scores`.
+def make_scores(count: int) -> Any:
+    """The jitted `scores(kind, keys, rows, size, x, out, out_stride, ahead)`: of `KEYS` keys; see `few_scores`.
 
     Args:
       count: of queries.
-      has_dot: see `pallas_kernels.matmul.tile.make_tile`.
     """
 
     @intrinsic
     def scores(
-        typing: Any, kind: Any, rows: Any, size: Any, x: Any, stride: Any, out: Any, out_stride: Any, ahead: Any
+        typing: Any, kind: Any, keys: Any, rows: Any, size: Any, x: Any, out: Any, out_stride: Any, ahead: Any
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _, rows, size, x, stride, out, out_stride, ahead = args
-            step = step_of(kind, has_dot=has_dot)
-            starts = [builder.add(x, builder.mul(stride, word(query))) for query in range(count)]
-            halves = range(COLUMNS // LANES)
+            _, _, rows, size, x, out, out_stride, ahead = args
+            step, wider = step_of(kind), kind.bitwidth // keys.bitwidth
+            starts = [builder.add(x, builder.mul(size, word(wider * query))) for query in range(count)]
+            halves = range(KEYS // LANES)
             loop = Loop(builder, word(0), size, 64, [ZEROS] * count * len(halves))
             totals = list(loop.values)
             turned = [turn(builder, builder.add(rows, word(8 * LANES * half)), loop.index) for half in halves]
-            for place, keys in enumerate(zip(*turned, strict=True)):
-                for row in (2 * place, 2 * place + 1):
+            for place, found in enumerate(zip(*turned, strict=True)):
+                for row in range(place * len(halves), (place + 1) * len(halves)):
                     fetch_line(builder, ahead, row, loop.index)
-                for query in range(count):
-                    at = builder.add(builder.add(starts[query], loop.index), word(4 * place))
-                    x = load(builder, at, ir.IntType(32))
-                    for half in halves:
-                        n = query * len(halves) + half
-                        totals[n] = step(builder, totals[n], x, keys[half])
+                here = builder.mul(loop.index, word(wider))
+                for part, numbers in enumerate(_factors(builder, kind, keys, found)):
+                    for query in range(count):
+                        at = builder.add(builder.add(starts[query], here), word(4 * (wider * place + part)))
+                        x = load(builder, at, ir.IntType(32))
+                        for half in halves:
+                            n = query * len(halves) + half
+                            totals[n] = step(builder, totals[n], x, numbers[half])
             loop.end(totals)
             for query in range(count):
                 store_floats(builder, totals[query * len(halves) :][: len(halves)], out, out_stride, query)
             return context.get_dummy_value()
 
-        return types.void(kind, *(types.int64,) * 7), generate
+        return types.void(kind, keys, *(types.int64,) * 6), generate
 
     return scores
 
 
-def make_sums(count: int, groups: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
-    """The jitted `sums(kind, rows, offset, first, end, weights, stride, out, out_stride, ahead)`; see `few_sums`.
+def _factors(builder: Any, kind: Any, stored: Any, vectors: Any) -> Any:
+    """What each word of x is multiplied with, see `pallas_kernels.matmul.tile.factors`."""
+    return [list(vectors)] if stored == types.float32 else factors(builder, kind, list(vectors))
+
+
+def make_sums(count: int, groups: int) -> Any:
+    """The jitted `sums(kind, stored, rows, offset, first, end, weights, stride, out, out_stride, ahead)`: `few_sums`.
 
     Args:
       count: of queries.
       groups: 32s of dimensions, which begin at `offset` bytes of a row.
-      has_dot: see `pallas_kernels.matmul.tile.make_tile`.
     """
     vectors = range(groups * COLUMNS // LANES)
 
@@ -123,6 +130,7 @@ def make_sums(count: int, groups: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
     def sums(
         typing: Any,
         kind: Any,
+        stored: Any,
         rows: Any,
         offset: Any,
         first: Any,
@@ -134,8 +142,8 @@ def make_sums(count: int, groups: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
         ahead: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _, rows, offset, first, end, weights, stride, out, out_stride, ahead = args
-            step, paired = step_of(kind, has_dot=has_dot), kind != types.float32
+            _, _, rows, offset, first, end, weights, stride, out, out_stride, ahead = args
+            step, paired = step_of(kind), stored != types.float32
             keys = 2 if paired else 1
             loop = Loop(builder, first, end, keys, [ZEROS] * count * len(vectors))
             totals = list(loop.values)
@@ -150,13 +158,14 @@ def make_sums(count: int, groups: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
                 values = [value for group in range(groups) for value in _pairs(builder, *starts, group)]
             else:
                 values = [load(builder, builder.add(starts[0], word(64 * v)), INTS) for v in vectors]
-            for query in range(count):
-                place = builder.add(weights, builder.mul(stride, word(query)))
-                place = builder.add(place, builder.mul(loop.index, word(4 // keys)))
-                weight = load(builder, place, ir.IntType(32))
-                for v in vectors:
-                    n = query * len(vectors) + v
-                    totals[n] = step(builder, totals[n], weight, values[v])
+            here = builder.mul(loop.index, word(kind.bitwidth // 8))
+            for part, numbers in enumerate(_factors(builder, kind, stored, values)):
+                for query in range(count):
+                    place = builder.add(weights, builder.mul(stride, word(query)))
+                    weight = load(builder, builder.add(builder.add(place, here), word(4 * part)), ir.IntType(32))
+                    for v in vectors:
+                        n = query * len(vectors) + v
+                        totals[n] = step(builder, totals[n], weight, numbers[v])
             loop.end(totals)
             for query in range(count):
                 found = totals[query * len(vectors) : (query + 1) * len(vectors)]
@@ -165,7 +174,7 @@ def make_sums(count: int, groups: int, *, has_dot: bool = HAS_BF16_DOT) -> Any:
                 store_floats(builder, found, out, out_stride, query)
             return context.get_dummy_value()
 
-        return types.void(kind, *(types.int64,) * 9), generate
+        return types.void(kind, stored, *(types.int64,) * 9), generate
 
     return sums
 
@@ -187,61 +196,63 @@ def _in_order(builder: Any, one: Any, two: Any) -> Any:
 
 
 _scores1, _scores2, _scores3, _scores4 = map(make_scores, range(1, MOST_AT_ONCE + 1))
-_sums1, _sums2, _sums3, _sums4 = (make_sums(count, 2) for count in range(1, MOST_AT_ONCE + 1))
+_sums1, _sums2, _sums3, _sums4 = (make_sums(count, GROUPS) for count in range(1, MOST_AT_ONCE + 1))
 _narrow1, _narrow2, _narrow3, _narrow4 = (make_sums(count, 1) for count in range(1, MOST_AT_ONCE + 1))
 
 
 @njit(**OPTIONS)
-def few_scores(kind, rows, first, end, size, x, count, out, out_stride, ahead):
+def few_scores(kind, keys, rows, first, end, size, x, count, out, out_stride, ahead):
     """Scores of `count` queries, at most MOST_AT_ONCE, for keys [first, end), in 32s, at addresses `rows`.
 
     Args:
+      kind, keys: numbers of the types of queries and keys, as of x and w of `make_tile`.
       size: bytes of a row, in 64s.
       x: address of the queries, one after the other.
       out, out_stride: address of float32 scores of the first query, and bytes from query to query.
       ahead: address of addresses: the same bytes there are fetched meanwhile.
     """
-    for j in range(first, end, COLUMNS):
+    for j in range(first, end, KEYS):
         at, to = rows + 8 * j, out + 4 * j
         if count == 1:
-            _scores1(kind, at, size, x, size, to, out_stride, ahead + 8 * j)
+            _scores1(kind, keys, at, size, x, to, out_stride, ahead + 8 * j)
         elif count == 2:
-            _scores2(kind, at, size, x, size, to, out_stride, ahead + 8 * j)
+            _scores2(kind, keys, at, size, x, to, out_stride, ahead + 8 * j)
         elif count == 3:
-            _scores3(kind, at, size, x, size, to, out_stride, ahead + 8 * j)
+            _scores3(kind, keys, at, size, x, to, out_stride, ahead + 8 * j)
         else:
-            _scores4(kind, at, size, x, size, to, out_stride, ahead + 8 * j)
+            _scores4(kind, keys, at, size, x, to, out_stride, ahead + 8 * j)
 
 
 @njit(**OPTIONS)
-def few_sums(kind, rows, first, end, size, weights, stride, count, out, out_stride, ahead):
+def few_sums(kind, stored, rows, first, end, size, weights, stride, count, out, out_stride, ahead):
     """Weighted sums of values [first, end), in 2s, at addresses `rows`, for `count` queries, at most MOST_AT_ONCE.
 
     Args:
+      kind, stored: numbers of the types of weights and values, as of x and w of `make_tile`.
       size: bytes of a row, in 64s.
       weights, stride: address of the first query's, and bytes from query to query.
       out, out_stride: address of float32 sums of the first query, and bytes from query to query.
       ahead: address of addresses: the same bytes there are fetched meanwhile.
     """
-    offset, wide = 0, 2 * COLUMNS * item_bytes(kind)
+    offset, wide = 0, GROUPS * COLUMNS * item_bytes(stored)
     while offset < size:
-        to = out + 4 * offset // item_bytes(kind)
+        to = out + 4 * offset // item_bytes(stored)
         if size - offset >= wide:
             if count == 1:
-                _sums1(kind, rows, offset, first, end, weights, stride, to, out_stride, ahead)
+                _sums1(kind, stored, rows, offset, first, end, weights, stride, to, out_stride, ahead)
             elif count == 2:
-                _sums2(kind, rows, offset, first, end, weights, stride, to, out_stride, ahead)
+                _sums2(kind, stored, rows, offset, first, end, weights, stride, to, out_stride, ahead)
             elif count == 3:
-                _sums3(kind, rows, offset, first, end, weights, stride, to, out_stride, ahead)
+                _sums3(kind, stored, rows, offset, first, end, weights, stride, to, out_stride, ahead)
             else:
-                _sums4(kind, rows, offset, first, end, weights, stride, to, out_stride, ahead)
+                _sums4(kind, stored, rows, offset, first, end, weights, stride, to, out_stride, ahead)
         else:
             if count == 1:
-                _narrow1(kind, rows, offset, first, end, weights, stride, to, out_stride, ahead)
+                _narrow1(kind, stored, rows, offset, first, end, weights, stride, to, out_stride, ahead)
             elif count == 2:
-                _narrow2(kind, rows, offset, first, end, weights, stride, to, out_stride, ahead)
+                _narrow2(kind, stored, rows, offset, first, end, weights, stride, to, out_stride, ahead)
             elif count == 3:
-                _narrow3(kind, rows, offset, first, end, weights, stride, to, out_stride, ahead)
+                _narrow3(kind, stored, rows, offset, first, end, weights, stride, to, out_stride, ahead)
             else:
-                _narrow4(kind, rows, offset, first, end, weights, stride, to, out_stride, ahead)
+                _narrow4(kind, stored, rows, offset, first, end, weights, stride, to, out_stride, ahead)
         offset += wide

@@ -63,11 +63,13 @@ def _reduce(builder: Any, combine: Any, vectors: list[Any]) -> Any:
 
 
 @intrinsic
-def soften(typing: Any, kind: Any, scores: Any, weights: Any, state: Any, scale: Any, start: Any, stop: Any) -> Any:
+def soften(
+    typing: Any, kind: Any, rounding: Any, scores: Any, weights: Any, state: Any, scale: Any, start: Any, stop: Any
+) -> Any:
     """Makes weights of a block's scores, and takes them into a query's state.
 
     Args:
-      kind: of the weights, see `pallas_kernels.common.cpu_values.KINDS`.
+      kind, rounding: what the weights are stored as and rounded to, see `pallas_kernels.common.cpu_values.KINDS`.
       scores, weights: addresses of float32[KEY_BLOCK] and of as many numbers of `kind`.
       state: address, see `STATE`.
       scale: factor of the scores.
@@ -75,7 +77,7 @@ def soften(typing: Any, kind: Any, scores: Any, weights: Any, state: Any, scale:
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, scores, weights, state, scale, start, stop = args
+        _, _, scores, weights, state, scale, start, stop = args
         number = ir.FloatType()
 
         def larger(x: Any, top: Any) -> Any:
@@ -101,13 +103,15 @@ def soften(typing: Any, kind: Any, scores: Any, weights: Any, state: Any, scale:
             place = builder.inttoptr(builder.add(state, word(4 * n)), number.as_pointer())
             builder.store(builder.extract_element(value, ir.IntType(32)(0)), place, align=4)
         for n, x in enumerate(rows):
-            stored = x if kind == types.float32 else _to_bfloat16(builder, x)
+            stored = x if rounding == types.float32 else _to_bfloat16(builder, x)
+            if kind != rounding:
+                stored = builder.shl(builder.zext(stored, INTS), _ints(16))
             size = 4 if kind == types.float32 else 2
             place = builder.add(weights, word(size * LANES * n))
             builder.store(stored, builder.inttoptr(place, stored.type.as_pointer()), align=size)
         return context.get_dummy_value()
 
-    return types.void(kind, *(types.int64,) * 3, types.float32, types.int64, types.int64), generate
+    return types.void(kind, rounding, *(types.int64,) * 3, types.float32, types.int64, types.int64), generate
 
 
 def _to_bfloat16(builder: Any, x: Any) -> Any:

@@ -39,19 +39,25 @@ def test_product_is_that_of_the_matrix_for_any_number_of_rows(shape, dtype):
             )
 
 
-@pytest.mark.parametrize("has_dot", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_BF16_DOT, reason=""))])
-def test_tile_of_bfloat16_with_and_without_the_instruction(has_dot):
-    tile = make_tile(2, has_dot=has_dot)
+WITHOUT = pytest.mark.skipif(not HAS_BF16_DOT, reason="the processor has no instruction for products of bfloat16")
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=WITHOUT)])
+def test_tile_of_bfloat16_with_and_without_the_instruction(dtype, adds):
+    tile = make_tile(2, adds=adds)
 
     @njit
     def run(x, packed, out):
-        places = (x.ctypes.data, 2 * x.shape[1], packed.ctypes.data, x.shape[1] // 2, out.ctypes.data, 4 * COLUMNS)
+        places = (x.ctypes.data, x.strides[0], packed.ctypes.data, x.shape[1] // 2, out.ctypes.data, 4 * COLUMNS)
         tile(x[0, 0], packed[0, 0, 0, 0], *places, packed.ctypes.data, 0)
 
     x, matrix = draw(2, 40, dtype="bfloat16"), draw(40, COLUMNS, dtype="bfloat16")
-    out = np.zeros((2, COLUMNS), np.float32)
-    run(np.asarray(x).view(np.uint16), np.asarray(pack(matrix)).view(np.uint16), out)
-    np.testing.assert_allclose(out, np.asarray(x, np.float32) @ np.asarray(matrix, np.float32), rtol=1e-4, atol=1e-4)
+    out = np.ones((2, COLUMNS), np.float32)
+    x_bits = np.asarray(x).view(np.uint16) if dtype == "bfloat16" else np.asarray(x, np.float32)
+    run(x_bits, np.asarray(pack(matrix)).view(np.uint16), out)
+    wanted = np.asarray(x, np.float32) @ np.asarray(matrix, np.float32) + adds
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -67,10 +73,14 @@ def test_a_matrix_of_16_bits_gives_float32_rows_the_bits_of_its_numbers_as_float
         np.testing.assert_array_equal(packed_matmul(x, kept), packed_matmul(x, wide))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype):
-    matrix = pack(draw(576, 96, dtype=dtype))
-    x = draw(40, 576, dtype=dtype)
+@pytest.mark.parametrize(
+    "dtypes",
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float16")],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(dtypes):
+    matrix = pack(draw(576, 96, dtype=dtypes[1]))
+    x = draw(40, 576, dtype=dtypes[0])
     together = np.asarray(packed_matmul(x, matrix, jnp.float32))
     for row in (0, 7, 11, 12, 35, 36, 39):
         alone = np.asarray(packed_matmul(x[row : row + 1], matrix, jnp.float32))[0]

@@ -10,7 +10,7 @@ from numba import njit
 
 from pallas_kernels.matmul.tile import COLUMNS, HAS_BF16_DOT
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.native_cpu_few import make_scores, make_sums
+from pallas_kernels.paged_attention.native_cpu_few import KEYS, make_scores, make_sums
 
 LENGTH, PAGES = 300, 40
 
@@ -72,17 +72,25 @@ def test_decode_gives_the_bits_of_prefill(shape, dtypes, options):
     np.testing.assert_array_equal(np.asarray(alone.astype(jnp.float32)), whole[rows])
 
 
-@pytest.mark.parametrize("has_dot", [False, pytest.param(True, marks=pytest.mark.skipif(not HAS_BF16_DOT, reason=""))])
-def test_few_queries_with_and_without_the_instruction(has_dot):
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", pytest.param("bfloat16", marks=pytest.mark.skipif(not HAS_BF16_DOT, reason="no instruction for it"))],
+)
+def test_few_queries_with_and_without_the_instruction(dtype):
     count, dim = 3, 64
-    scores, sums = make_scores(count, has_dot=has_dot), make_sums(count, 2, has_dot=has_dot)
+    scores, sums = make_scores(count), make_sums(count, 2)
 
     @njit
     def run(q, rows, keys, weights, out, added):
-        at = (rows.ctypes.data, 2 * dim, q.ctypes.data, 2 * dim, out.ctypes.data, 4 * COLUMNS, rows.ctypes.data)
-        scores(q[0, 0], *at)
-        of = (rows.ctypes.data, 0, 0, keys.shape[0], weights.ctypes.data, 2 * keys.shape[0])
-        sums(q[0, 0], *of, added.ctypes.data, 4 * dim, rows.ctypes.data)
+        for first in range(0, COLUMNS, KEYS):
+            to = out.ctypes.data + 4 * first
+            at = rows[first:].ctypes.data
+            scores(q[0, 0], keys[0, 0], at, 2 * dim, q.ctypes.data, to, 4 * COLUMNS, at)
+        of = (rows.ctypes.data, 0, 0, keys.shape[0], weights.ctypes.data, weights.strides[0])
+        sums(q[0, 0], keys[0, 0], *of, added.ctypes.data, 4 * dim, rows.ctypes.data)
+
+    def as_factors(x):
+        return np.asarray(x).view(np.uint16).copy() if dtype == "bfloat16" else np.asarray(x, np.float32)
 
     rng = np.random.default_rng(0)
     q, keys, weights = (jnp.asarray(rng.standard_normal((n, dim)), jnp.bfloat16) for n in (count, COLUMNS, count))
@@ -90,7 +98,7 @@ def test_few_queries_with_and_without_the_instruction(has_dot):
     bits = np.asarray(keys).view(np.uint16)
     rows = bits.ctypes.data + 2 * dim * rng.permutation(COLUMNS)
     out, added = np.zeros((count, COLUMNS), np.float32), np.zeros((count, dim), np.float32)
-    run(np.asarray(q).view(np.uint16), rows, bits, np.asarray(weights).view(np.uint16).copy(), out, added)
+    run(as_factors(q), rows, bits, as_factors(weights), out, added)
     lying = np.asarray(keys, np.float32)[(rows - bits.ctypes.data) // (2 * dim)]
     np.testing.assert_allclose(out, np.asarray(q, np.float32) @ lying.T, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(added, np.asarray(weights, np.float32) @ lying, rtol=1e-4, atol=1e-4)
