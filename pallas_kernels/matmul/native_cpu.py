@@ -166,7 +166,7 @@ def _widen(typing: Any, weight: Any, source: Any, target: Any, steps: Any) -> An
 
 @njit(**OPTIONS)
 def as_factors(kind, x, count):
-    """The numbers at an address as float32, if it is as that that they are multiplied (`factor_kind`), or nothing."""
+    """The numbers at an address as float32 if that is how they are multiplied (`factor_kind`), else nothing."""
     is_wider = item_bytes(factor_kind(kind)) > item_bytes(kind)
     wide, narrow = np.empty(count * is_wider, np.float32), array_at(kind, x, (count,))
     for i in range(wide.size):

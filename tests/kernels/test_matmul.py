@@ -39,11 +39,11 @@ def test_product_is_that_of_the_matrix_for_any_number_of_rows(shape, dtype):
             )
 
 
-WITHOUT = pytest.mark.skipif(not HAS_BF16_DOT, reason="the processor has no instruction for products of bfloat16")
+NEEDS_DOT = pytest.mark.skipif(not HAS_BF16_DOT, reason="the processor has no instruction for products of bfloat16")
 
 
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=WITHOUT)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=NEEDS_DOT)])
 def test_tile_of_bfloat16_with_and_without_the_instruction(dtype, adds):
     tile = make_tile(2, adds=adds)
 
