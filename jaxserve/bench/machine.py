@@ -6,8 +6,8 @@ Weights are read once per step, as many bytes as the engine holds them in, K and
 are 2 per weight and row, the vocabulary's projection included. Bandwidth and peaks are the best of several tries, by
 plain numpy reads in threads (on the device, a jitted sum) and by jitted square matrix products: of a type the faster of
 XLA's and, on CPU, those with packed matrices. `matmuls` times the model's own products at the step's rows, one weight
-after the other from memory, as a step does: what is left between the bound and the step that is not theirs is attention,
-norms, sampling and the host.
+after the other from memory, as a step does: what is left between the bound and the step that is not theirs is
+attention, norms, sampling and the host.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ ITEMS, ROWS, TOKENS, BLOCKS, LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INNER = range
 GATHER, PER_LAYER, ROW_PARTS, HEAD_PARTS, THREADS, ENDS = range(10, 16)
 AT = ENDS + NUM_PHASES
 RESIDUAL, NORMED, QUERIES, KEYS, VALUES, MIXED, MLP = range(AT, AT + 7)
-FACTORS = (NORMED, MIXED, MLP)  # multiplied with matrices, and kept as they are multiplied
+FACTORS = (NORMED, MIXED, MLP)  # kept as they are multiplied with matrices
 # float32 sums of the blocks of the norm, what attention gives and MLP, for matrices whose blocks have a minimum.
 NORMED_SUMS, MIXED_SUMS, MLP_SUMS = range(AT + 7, AT + 10)
 SOURCES = AT + 10
